@@ -326,7 +326,7 @@ def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat
         raise UserError(f"{place}: field {name!r} is {type(value).__name__}, not text; {_named(record)}")
 
 
-def _check_strings(value: Any, place: str) -> None:
+def _check_strings(value: object, place: str) -> None:
     """Raise UserError if a string in a record's value is no text; also one in a tool call's arguments."""
     if isinstance(value, str):
         if not value.isascii() and _HALF_PAIR.search(value):

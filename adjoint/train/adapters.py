@@ -6,8 +6,8 @@ import contextlib
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from adjoint.errors import UserError, why_not_imported
 from adjoint.hf.model_parts import MODEL_ERRORS, base_of, original_class
 from adjoint.hf.transformers_api import empty_model
 from adjoint.parallel.split_tensors import is_split
+from adjoint.train.dependencies import Section
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-LoraSettings = Mapping[str, Any]  # `train.config.LoraConfig` as plain values
+LoraSettings = Section  # `train.config.LoraConfig` as plain values
 # Modules without an adapter where none are named: transformers or a fused kernel reads their weight past it.
 _UNADAPTED = {"out_proj", "dt_proj"}
 # PEFT's warnings that merging into a tied weight goes wrong, which `merged` prevents.
@@ -199,19 +200,19 @@ def _tied_always(model: nn.Module) -> list[list[str]]:
 
 def is_tied(config: PreTrainedConfig) -> bool:
     """Whether a configuration, or one in it, says that the head's weight is the embeddings'."""
-    return any(getattr(part, TIED, False) for part in _parts(config))
+    return any(getattr(section, TIED, False) for section in _parts(config))
 
 
 def _set_untied(config: PreTrainedConfig) -> None:
     """Have a configuration, and those in it, say that modules have weights of their own."""
-    for part in _parts(config):
-        if getattr(part, TIED, False):
-            setattr(part, TIED, False)
+    for section in _parts(config):
+        if getattr(section, TIED, False):
+            setattr(section, TIED, False)
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield a configuration and those in it."""
     yield config
     for key in config.sub_configs:
-        if (part := getattr(config, key, None)) is not None:
-            yield from _parts(part)
+        if (section := getattr(config, key, None)) is not None:
+            yield from _parts(section)

@@ -41,7 +41,12 @@ def parameter_groups(
     tied to one: the rows of rare tokens see hardly any gradient, and decay alone would wear them away.
     """
     left_out = {id(tensor) for tensor in without}
-    spared = {id(p) for module in model.modules() for name, p in _own(module) if not _decays(module, name, p)}
+    spared = {
+        id(p)
+        for module in model.modules()
+        for name, p in _direct_parameters(module)
+        if not _decays(module, name, p)
+    }
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for parameter in model.parameters():
         if id(parameter) not in left_out and parameter.requires_grad:
@@ -49,7 +54,7 @@ def parameter_groups(
     return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(recurse=False)
 
 
@@ -70,10 +75,14 @@ def _is_projection(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
+def _head_of(module: nn.Module) -> object:
+    get_head = getattr(module, "get_output_embeddings", None)
+    return None if get_head is None else get_head()
+
+
 def _projections(model: nn.Module) -> set[int]:
     """Return the ids of the matrices of linear layers other than the head."""
-    getters: list[Any] = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
-    heads = {id(get_head()) for get_head in getters if get_head is not None}
+    heads = {id(_head_of(module)) for module in model.modules()}
     return {
         id(module.weight)
         for name, module in model.named_modules()

@@ -43,15 +43,15 @@ def cast_as_stored(
     sources: dict[str, set[torch.dtype | None]] = collections.defaultdict(set)
     for stored_name, name in loaded_names(model, stored).items():
         sources[name].add(stored[stored_name][0])
-    kept = float32_names(model, default)
+    in_float32 = float32_names(model, default)
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
     targets: dict[int, torch.dtype] = {}
     for name, tensor in tensors.items():
         is_wider = torch.float32 in sources[name] and usual in HALF and default in HALF
-        if name in kept or (dtype is not None and is_wider):
+        if name in in_float32 or (dtype is not None and is_wider):
             targets[id(tensor)] = torch.float32
-        elif dtype is None and (own := _widest(sources[name])) is not None:
-            targets.setdefault(id(tensor), own)
+        elif dtype is None and (widest := _widest(sources[name])) is not None:
+            targets.setdefault(id(tensor), widest)
     stored_ids = {id(tensor) for name, tensor in tensors.items() if sources[name]}
     for tensor, other in _embeddings(model):
         if id(tensor) not in stored_ids:  # a head that was tied in the folder
@@ -88,8 +88,8 @@ def stored_dtypes(folder: Path) -> dict[str, tuple[torch.dtype | None, int]]:
             continue
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                part = opened.get_slice(name)
-                stored[name] = (FLOATING.get(part.get_dtype()), torch.Size(part.get_shape()).numel())
+                entry = opened.get_slice(name)
+                stored[name] = (FLOATING.get(entry.get_dtype()), torch.Size(entry.get_shape()).numel())
     return stored
 
 
@@ -108,10 +108,10 @@ def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
     empty = empty_model(original_class(model), model.config, dtype)
-    made = {} if empty is None else empty.state_dict()
+    created = {} if empty is None else empty.state_dict()
     return {
         name
         for name in model.state_dict()
         if any(pattern.search(name) for pattern in patterns)
-        or (name in made and made[name].dtype == torch.float32)
+        or (name in created and created[name].dtype == torch.float32)
     }

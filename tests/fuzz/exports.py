@@ -1,5 +1,5 @@
-"""What `adjoint export` writes and `adjoint eval` reads of a run that began with a folder of transformers:
-adapters on any modules, tied or not, folders with tensors of several dtypes, another dtype asked for.
+"""Exports and evaluations of runs that began with a folder of transformers:
+adapters on any modules, tied or not, folders with tensors of several dtypes, another dtype target for.
 
 The model that was trained, with its adapters, is the reference: losses, and every tensor after rounding."""
 
@@ -57,8 +57,8 @@ def base_folder(case: Case, folder: Path) -> dict[str, torch.dtype]:
     """Write the folder that the run begins with; return the dtypes of its tensors."""
     model = make(case["model"], torch.float32, seed=case["seed"] % 7)
     if "tied" in case:
-        for part in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-            part.tie_word_embeddings = case["tied"]
+        for section in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+            section.tie_word_embeddings = case["tied"]
         weights = model.state_dict()
         model = type(model)(model.config)
         model.load_state_dict(weights)
@@ -74,10 +74,10 @@ def base_folder(case: Case, folder: Path) -> dict[str, torch.dtype]:
     names = list(tensors)
     parts = [names[::2], names[1::2]] if "files" in case else [names]
     files = [f"model-{i + 1}-of-2.safetensors" for i in range(2)] if "files" in case else [file.name]
-    for each, part in zip(files, parts, strict=True):
-        save_file({name: tensors[name] for name in part}, folder / each, {"format": "pt"})
+    for each, section in zip(files, parts, strict=True):
+        save_file({name: tensors[name] for name in section}, folder / each, {"format": "pt"})
     if "files" in case:
-        places = {name: each for each, part in zip(files, parts, strict=True) for name in part}
+        places = {name: each for each, section in zip(files, parts, strict=True) for name in section}
         write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
     settings = read_json(folder / "config.json") | {"dtype": case["dtype"]}
     if "without_dtype" in case:
@@ -91,7 +91,7 @@ def targets_of(case: Case, folder: Path) -> Any:
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
     if (head is None or head not in names) and case["targets"] in ("head", "both"):
-        raise Vacuous("it has no head of its own")
+        raise Vacuous("it has no head of its loaded_folder")
     return {
         "head": [names.get(head)],
         "embeddings": [names[table]],
@@ -146,12 +146,12 @@ def check_in(case: Case, place: Path) -> None:
     if report["missing_keys"] or report["unexpected_keys"]:
         raise Deviation(f"keys: {report['missing_keys']}, {report['unexpected_keys']}")
     written = dtypes_in(out)
-    expected = expected_dtypes(case, base, place / "own", stored)
+    expected = expected_dtypes(case, base, place / "loaded_folder", stored)
     if missing := expected.keys() - written.keys():
         raise Deviation(f"not written: {min(missing)}")
     own_names = exported.state_dict().keys()
     for name, dtype in expected.items():
-        # what is a part of a parameter, as an expert's matrix is, may have the dtype of a wider part
+        # what is a section of a parameter, as an expert's matrix is, may have the dtype of a wider section
         if written[name] != dtype and (name in own_names or written[name] != torch.float32):
             raise Deviation(f"{name} is {written[name]}, not {dtype}")
     widest = {name: t for name, t in evaluated.state_dict().items() if name in exported.state_dict()}
@@ -168,33 +168,33 @@ def check_in(case: Case, place: Path) -> None:
 
 
 def expected_dtypes(
-    case: Case, base: Path, own: Path, stored: dict[str, torch.dtype]
+    case: Case, base: Path, loaded_folder: Path, stored: dict[str, torch.dtype]
 ) -> dict[str, torch.dtype]:
-    """Each tensor's dtype: as it is stored, or as asked for; float32 where transformers loads it so."""
-    asked = case.get("to", case["dtype"])
-    kept: dict[str, torch.dtype] = {}
-    if asked in HALF:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[asked])
-        loaded.save_pretrained(own)
-        kept = dtypes_in(own)
+    """Each tensor's dtype: as it is stored, or as target for; float32 where transformers loads it so."""
+    target = case.get("to", case["dtype"])
+    in_float32: dict[str, torch.dtype] = {}
+    if target in HALF:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[target])
+        loaded.save_pretrained(loaded_folder)
+        in_float32 = dtypes_in(loaded_folder)
     sizes = {name: tensor.numel() for name, tensor in tensors_in(base).items()}
     usual = max(DTYPES.values(), key=lambda d: sum(sizes[n] for n, t in stored.items() if t == d))
     expected = {}
     for name, dtype in stored.items():
         if not dtype.is_floating_point:
             expected[name] = dtype
-        elif kept.get(name) == torch.float32:
+        elif in_float32.get(name) == torch.float32:
             expected[name] = torch.float32
-        elif "to" in case and not (dtype == torch.float32 != usual and asked in HALF):
-            expected[name] = DTYPES[asked]
+        elif "to" in case and not (dtype == torch.float32 != usual and target in HALF):
+            expected[name] = DTYPES[target]
         else:
             expected[name] = dtype
     return expected
 
 
-def compare_losses(what: str, loss: float, trained: float) -> None:
+def compare_losses(subject: str, loss: float, trained: float) -> None:
     if not abs(loss - trained) <= 2e-5 * abs(trained):
-        raise Deviation(f"{what}: loss {loss:.6f}, trained {trained:.6f}")
+        raise Deviation(f"{subject}: loss {loss:.6f}, trained {trained:.6f}")
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What an export of a pretrained model's run holds: adapters on shared weights, dtypes, special tokens. The
+"""Exports of runs that began with a pretrained model: adapters on shared weights, dtypes, special tokens. The
 checkpoints are of models that were changed without a training."""
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def test_each_exported_tensor_has_the_dtype_that_the_folder_has(name: str, tmp_p
     """Bit for bit, as nothing is trained. The folder has time scales and biases in float32, as transformers
     has routers; of another dtype asked for these stay so."""
     base = base_folder(name, tmp_path / "base")
-    own = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    own.save_pretrained(tmp_path / "own")
+    half_model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    half_model.save_pretrained(tmp_path / "own")
     loaded = load_file(tmp_path / "own/model.safetensors")
     stored = load_file(base / "model.safetensors")
     wide = ("A_log", "dt_bias", "D", "norm.weight", "norm_f.weight")
@@ -136,8 +136,10 @@ def test_each_exported_tensor_has_the_dtype_that_the_folder_has(name: str, tmp_p
     for key, tensor in stored.items():
         assert exported[key].dtype == tensor.dtype and torch.equal(exported[key], tensor), key
     export(checkpoint, tmp_path / "half", "transformers", "float16")
-    kept = {k for k, t in load_file(tmp_path / "half/model.safetensors").items() if t.dtype == torch.float32}
-    assert kept == {key for key, tensor in stored.items() if tensor.dtype == torch.float32}
+    in_float32 = {
+        k for k, t in load_file(tmp_path / "half/model.safetensors").items() if t.dtype == torch.float32
+    }
+    assert in_float32 == {key for key, tensor in stored.items() if tensor.dtype == torch.float32}
     export(checkpoint, tmp_path / "single", "transformers", "float32")
     assert {t.dtype for t in load_file(tmp_path / "single/model.safetensors").values()} == {torch.float32}
     names = {
@@ -150,7 +152,7 @@ def test_each_exported_tensor_has_the_dtype_that_the_folder_has(name: str, tmp_p
 
 
 def test_an_export_has_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
-    """Of another tokenizer than the folder's the old ids would end no text."""
+    """The folder's ids would end no text of another tokenizer."""
     base = base_folder("LlamaForCausalLM", tmp_path / "base")
     checkpoint = checkpoint_of(load(str(base), adjoint.Exact()), tmp_path / "checkpoints", base)
     export(checkpoint, tmp_path / "out", "transformers")
@@ -168,8 +170,8 @@ def test_an_export_has_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> No
         load(str(base), adjoint.Exact()), tmp_path / "checkpoints", base, tokenizer=str(base)
     )
     export(checkpoint, tmp_path / "out", "transformers")
-    own, written = (json.loads((f / "config.json").read_text()) for f in (base, tmp_path / "out"))
-    assert [own[f"{k}_token_id"] for k in ("eos", "bos")] == [
+    before, written = (json.loads((f / "config.json").read_text()) for f in (base, tmp_path / "out"))
+    assert [before[f"{k}_token_id"] for k in ("eos", "bos")] == [
         written[f"{k}_token_id"] for k in ("eos", "bos")
     ]
 

@@ -1,4 +1,4 @@
-"""Which parameters decay, and which optimizer steps them: by the kind of their module, not by dimensions."""
+"""Weight decay and Muon go by the kind of a parameter's module, not by its dimensions."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def decayed_ids(model: nn.Module) -> set[int]:
 def of_muon(model: nn.Module) -> set[int]:
     optimizer = make_optimizer(model, TrainingConfig(optimizer="muon"))
     parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
-    muon = [part for part in parts if isinstance(part, torch.optim.Muon)]
-    return {id(p) for part in muon for group in part.param_groups for p in group["params"]}
+    muon = [member for member in parts if isinstance(member, torch.optim.Muon)]
+    return {id(p) for member in muon for group in member.param_groups for p in group["params"]}
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, "mamba3 with several inputs"])
@@ -64,16 +64,16 @@ def test_of_a_pretrained_model_vectors_do_not_decay(name: str) -> None:
     from tests.hf.hf_models import make
 
     model = make(name, torch.float32, skips=False)
-    decayed, muons, seen = decayed_ids(model), of_muon(model), set()
-    for module, place, own, parameter in own_parameters(model):
-        is_vector = own in VECTORS[name] or own == "bias" or "Norm" in type(module).__name__
-        seen |= {own} & VECTORS[name]
+    decayed, muons, covered = decayed_ids(model), of_muon(model), set()
+    for module, place, key, parameter in own_parameters(model):
+        is_vector = key in VECTORS[name] or key == "bias" or "Norm" in type(module).__name__
+        covered |= {key} & VECTORS[name]
         if is_vector or isinstance(module, nn.Embedding) or parameter.ndim < 2:
-            assert id(parameter) not in decayed, f"{place}.{own}"
+            assert id(parameter) not in decayed, f"{place}.{key}"
         elif parameter is not model.get_input_embeddings().weight:  # which a tied head has
-            assert id(parameter) in decayed, f"{place}.{own}"
-        assert id(parameter) not in muons or isinstance(module, nn.Linear), f"{place}.{own}"
-    assert seen == VECTORS[name] and id(model.get_output_embeddings().weight) not in muons
+            assert id(parameter) in decayed, f"{place}.{key}"
+        assert id(parameter) not in muons or isinstance(module, nn.Linear), f"{place}.{key}"
+    assert covered == VECTORS[name] and id(model.get_output_embeddings().weight) not in muons
 
 
 def test_a_layer_of_your_own_declares_what_does_not_decay() -> None:

@@ -1,4 +1,4 @@
-"""What an error says to do instead is done here, and is not refused."""
+"""Remedies that errors name are applied here, and the next command takes them."""
 
 from __future__ import annotations
 
