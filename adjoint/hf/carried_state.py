@@ -108,13 +108,14 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
             raise ValueError(f"{name} has {value.shape[0]} rows, and input_ids {len(ids)}")
         if slot.grows is not None and value.shape[slot.grows] != _stored(layers[slot.layer], tokens):
             check.refuse(model, f"{name} has {value.shape[slot.grows]} tokens, of {tokens} that were seen")
-    # Only a key that attention reads has a gradient; the others' would be zero instead of None. Recurrent
-    # states are copied, as the models' code for a single token writes over them.
-    tensors = (
-        v.detach() if slot.name in INDEXER_KEYS else v.clone() if slot.grows is None else v
+    # Only a key that attention reads has a gradient; the others' would be zero instead of None.
+    tensors = [
+        v.detach() if slot.name in INDEXER_KEYS else v
         for slot, v in zip(slots, state, strict=True)
         if v is not None
-    )
+    ]
+    if ids.shape[1] == 1:  # the models' code for a single token writes over recurrent states
+        tensors = [v.clone() if s.grows is None else v for s, v in zip(slots, tensors, strict=True)]
     return CarriedState(tuple(v.to(ids.device) for v in tensors), tokens)
 
 

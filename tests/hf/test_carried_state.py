@@ -159,6 +159,24 @@ def test_a_trained_cache_below_frozen_weights(name: str, padding: str) -> None:
     assert_exact(*reversed(results))
 
 
+@pytest.mark.parametrize("name", [BAMBA, MAMBA])
+def test_a_labelled_token_after_a_cache_leaves_it_as_it_was(name: str) -> None:
+    """The models' code for a single token writes over recurrent states: over copies of the cache's. The
+    call's logits, which a second forward computes, begin with the same state."""
+    model, ids = make(name), tokens(SEGMENT + 1)
+    with float64_throughout(), torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[:, SEGMENT:]
+        wrapped, argument = wrapped_copy(model), cache_argument(inspect.signature(model.forward).parameters)
+        cache = getattr(wrapped(input_ids=ids[:, :SEGMENT], use_cache=True), argument)
+        stored = copy.deepcopy(cache.layers)
+        out = wrapped(input_ids=ids[:, SEGMENT:], labels=ids[:, SEGMENT:], **{argument: cache})
+        assert (out.logits - expected).norm() <= 1e-12 * expected.norm()
+    for layer, before in zip(cache.layers, stored, strict=True):
+        for states, earlier in zip(vars(layer).values(), vars(before).values(), strict=True):
+            if isinstance(states, dict):
+                assert all(torch.equal(t, earlier[n]) for n, t in states.items() if isinstance(t, Tensor))
+
+
 def test_a_cache_without_keys_does_not_know_its_length() -> None:
     """Masks and positions that count the tokens before it, as generate's and PEFT's prefix tuning's do."""
     ids = tokens(23)
