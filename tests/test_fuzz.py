@@ -45,7 +45,7 @@ def holds(case: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", COUNTS)
 def test_random_cases(kind: str, part: int) -> None:
@@ -53,7 +53,7 @@ def test_random_cases(kind: str, part: int) -> None:
         holds(draw(kind, number))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", sorted({case["kind"] for case in KEPT}))
 def test_kept_cases(kind: str, part: int) -> None:

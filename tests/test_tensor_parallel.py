@@ -111,6 +111,7 @@ def as_one_process(case: str, methods: list[Any], seqlens: list[int], documents:
 QUICK = ("mamba", "mamba2-groups", "multi-query")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )

@@ -170,3 +170,8 @@ def _same(a: Any, b: Any) -> bool:
         if not is_equal:
             return False
     return True
+
+
+def generators_of(model: nn.Module) -> ChunkGenerators:
+    """Return the generators that a model may draw from: its modules', and torch's, NumPy's and Python's."""
+    return ChunkGenerators(generators_in(list(model.modules())))

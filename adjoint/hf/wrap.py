@@ -50,7 +50,6 @@ from adjoint.hf.chunking import move_edges_out_of_blocks, refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
-from adjoint.hf.logits import LogitsOfCall, without_graph
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     access_kind_of,
@@ -65,10 +64,12 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.original_forward import run_original, why_original_differs
 from adjoint.hf.outputs import (
     DeferredCache,
+    LogitsOfCall,
     LossOutput,
     RoutedLossOutput,
     compute_logits_later,
     defers_logits,
+    without_graph,
 )
 from adjoint.hf.quantized import keep_trainable
 from adjoint.hf.router_loss import RouterLogits, RouterLoss
@@ -233,7 +234,10 @@ def _wrapped_class(cls: type[nn.Module], forward_function: EntryForward) -> type
         named_args = dict(zip(names, args, strict=False))
         if len(args) > len(names) or named_args.keys() & kwargs.keys():
             return cls.forward(self, *args, **kwargs)  # Python raises the TypeError
-        return forward_function(self, named_cache({**named_args, **kwargs}, signature.parameters))
+        arguments = {**named_args, **kwargs}
+        if not arguments.keys().isdisjoint(CACHE_NAMES):
+            arguments = named_cache(arguments, signature.parameters)
+        return forward_function(self, arguments)
 
     # By default pickle would look the class up by its qualified name and find transformers' own.
     def reduce(self: PreTrainedModel, protocol: SupportsIndex) -> tuple[object, ...]:
@@ -294,7 +298,6 @@ def _lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput
             at_language_model = _at_language_model(call)
             output = _loss_by_chunks(at_language_model, verify(at_language_model))
         if logits is not None and output.loss is not None:
-            logits.end_forward()
             # of calls that hang together each would keep the cache before it
             has_gradients = call.cache is not None and detached(call.cache) is not call.cache
             compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)

@@ -72,7 +72,7 @@ def _refuse(command: str, word: str) -> None:
 def _check_path(command: str, flag: str, value: str) -> None:
     """Raise the command's error for a path that is not there."""
     is_run = flag == "" and command in ("eval", "export")
-    if flag == "--config":
+    if flag == "--config" and value:
         for name, _ in file_values(value, KEYS):
             if name not in KEYS:
                 raise unknown_key(name, value, KEYS)

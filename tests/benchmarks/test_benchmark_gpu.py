@@ -77,6 +77,7 @@ def point(stage: str, kind: str, **changes: object) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- dry run
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "quick")
 def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
     code, rows = run(tmp_path, "--stages", *"abcdegh")

@@ -102,7 +102,7 @@ UNDRAWN = (
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(53)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("benchmark", "given", "count", "columns"),

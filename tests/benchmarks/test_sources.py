@@ -37,6 +37,7 @@ def test_the_layer_of_korthikanti_et_al_keeps_what_their_formulas_say() -> None:
         assert row["ours"] == row["theirs"], row["what"]
 
 
+@pytest.mark.slow
 def test_a_llama_step_by_hand() -> None:
     """A layer's input each is all that recomputation keeps, and the logits in float32."""
     weights, kept, peak = claims.step_of("Llama2-7B", claims.RECOMPUTED, 4096)

@@ -76,6 +76,7 @@ def run_watched(
     return [(code, (folder / f"said{rank}").read_text()) for rank, code in enumerate(codes)]
 
 
+@pytest.mark.slow
 def test_processes_at_work_are_alive_and_one_that_is_through_is_not_missed(tmp_path: Path) -> None:
     assert run_watched(tmp_path, [compute, lambda: None]) == [(0, "")] * 2
 

@@ -132,7 +132,7 @@ def name_of(value: Any) -> str | None:
     return "x".join(map(str, dataclasses.astuple(value))) if isinstance(value, Layout) else None
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(71)
 @pytest.mark.parametrize("config, method, layout, shapes", CASES, ids=name_of)
 def test_training_is_that_of_one_process(
     config: StackConfig, method: Any, layout: Layout, shapes: Any

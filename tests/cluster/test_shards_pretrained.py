@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("name, options", CASES)
 @pytest.mark.parametrize(
     "layout", [Layout(3), Layout(3, 1, 2), Layout(1, 2), Layout(2, 2), Layout(1, 3)], ids=name_of

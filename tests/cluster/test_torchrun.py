@@ -28,7 +28,7 @@ def srun(rank: int, world: int) -> dict[str, str]:
     return {**variables, "SLURM_JOB_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "launcher, world, flags, sequence",
     [

@@ -57,6 +57,7 @@ def test_which_ranks_share_weights_sequences_and_gradients() -> None:
     assert [layout.replica(rank) for rank in range(12)] == [0] * 6 + [1] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, world, flags",
     [

@@ -68,7 +68,7 @@ def gradients(model: Stack, loss: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "packed"])
 @pytest.mark.parametrize(
     "variant, bidirectional",
@@ -237,6 +237,7 @@ def test_configurations_that_are_refused(sizes: dict[str, Any], message: str) ->
         StackConfig(**SIZES | sizes)
 
 
+@pytest.mark.slow
 def test_memory_per_token_is_each_layers_input() -> None:
     """Three more layers store their inputs and states at edges alone; checkpointing keeps all of a layer."""
     d_model, chunk = 16, 64

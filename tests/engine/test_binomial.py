@@ -145,7 +145,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return Counts(monkeypatch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("chunk_size, states", [(9, 1), (9, 4), (8, 9), (5, 3), (50, 2), (9, 40)])
 def test_recomputed_chunks_are_the_formula_s_and_states_no_more_than_given(
     counts: Counts, chunk_size: int, states: int
@@ -162,7 +162,7 @@ def test_recomputed_chunks_are_the_formula_s_and_states_no_more_than_given(
     assert_same(got, gradients(model, ids, ids, Backprop())[1])
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_equal_backprop(variant: str, seed: int) -> None:

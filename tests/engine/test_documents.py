@@ -70,7 +70,7 @@ def one_by_one(model: Any, ids: torch.Tensor, lengths: list[list[int]], method: 
     return loss, current_gradients(model)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("variant, method", CASES)
 def test_packed_equals_one_by_one(variant: str, method: str) -> None:
     model, ids = make_model(variant), make_ids(2, sum(PACKED[0]), seed=3)

@@ -83,7 +83,7 @@ def check(config: dict[str, Any], method: dict[str, Any], layout: dict[str, int]
     (distributions if layout else stacks).check(case | layout)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_any_distribution_gives_the_methods_gradients(method: dict[str, Any], layout: dict[str, int]) -> None:
@@ -104,7 +104,7 @@ EDGES = {  # batch, tokens, tokens a chunk
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("layout", [{}, {"shards": 2}, {"sequence": 2}], ids=str)
 @pytest.mark.parametrize("edge", EDGES)
 def test_odd_lengths(edge: str, layout: dict[str, int]) -> None:

@@ -59,7 +59,7 @@ def check(methods: list[Any], variant: str, **case: Any) -> None:
         same(got, expected)
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(59)
 @pytest.mark.parametrize("seqlen", CHUNKS)
 @pytest.mark.parametrize("batch, before", [(1, None), (3, 3)])
 @pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
@@ -343,7 +343,7 @@ def test_float32_gradients(variant: str) -> None:
     assert error(exact, expected) <= 1e-5
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(47)
 @pytest.mark.parametrize("precision", ["bfloat16", "bfloat16 weights"])
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("mixer", WINDOWED)
@@ -464,6 +464,7 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_tile_computes_again_changes_no_bit(variant: str) -> None:
     model, ids = make_model(variant, torch.float32), make_ids(2, 257)

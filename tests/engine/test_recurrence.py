@@ -402,6 +402,7 @@ def test_mixed_precision_and_half_precision_states() -> None:
     assert (gradient(torch.bfloat16, run) - exact).norm() <= 1.1 * own_error
 
 
+@pytest.mark.slow
 def test_memory_grows_by_states_alone() -> None:
     """Beside x and the target, twice the length takes hardly more memory; y alone would take 64 bytes a
     token."""

@@ -120,7 +120,7 @@ def adjoint_states(a, g, window):
     return mu
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("tolerance", [0.3, 1e-2, 1e-6])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_holds(tolerance, seed):

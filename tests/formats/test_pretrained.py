@@ -277,10 +277,11 @@ def test_a_trained_run_in_and_out(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert relative(stack(input_ids).logits, logits_of_transformers(back, input_ids)) <= 1e-12
     older = Stack.from_pretrained(run / "checkpoints" / "step-00000001")
     assert not torch.equal(older.norm_f.weight, stack.norm_f.weight)
-    assert back.generation_config.eos_token_id is None  # bytes: none of them ends a text
+    assert back.generation_config.eos_token_id == 0  # the byte with which documents end
 
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert set(before) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert set(before) == names | {"tokenizer_config.json"}
     assert main(["export", str(run), "--to", str(out)]) == 2
     assert "is not empty; name a new folder" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -172,6 +172,7 @@ def test_backwards_as_torch_has_them(name: str) -> None:
         second_loss.backward()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reason", ["backward has run", "used without gradients", "made without gradients"])
 def test_a_cache_without_a_way_back_is_a_value(reason: str) -> None:
     """The second call has the gradients that a detached cache gives it."""
@@ -237,6 +238,7 @@ def test_calls_are_freed_as_the_backward_goes(monkeypatch: pytest.MonkeyPatch) -
         gc.enable()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_without_labels(name: str) -> None:
     """Logits and hidden states of calls in training mode that go on from caches; a cache that is given is

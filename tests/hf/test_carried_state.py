@@ -53,7 +53,7 @@ def run_segments(model: Any, ids: Tensor, cache: Any = None, **inputs: Any) -> t
     return total, cache
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [BAMBA, QWEN, MAMBA, MISTRAL, LLAMA])
 def test_segments_are_one_sequence_whose_states_are_cut(name: str) -> None:
     """Ten segments, the last one shorter, against the untouched model, which goes on span by span from

@@ -257,6 +257,7 @@ LOGITS_OF_OUTPUTS: dict[str, tuple[Any, ...]] = {  # method, inputs, and how the
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", LOGITS_OF_OUTPUTS)
 @pytest.mark.filterwarnings("ignore:out.logits was used")
 def test_a_loss_of_logits_beside_the_models_own(case: str, double: None) -> None:

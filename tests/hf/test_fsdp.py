@@ -159,7 +159,7 @@ def equal(rank: int, name: str, first: str, each_chunk: bool) -> None:
         assert_same(whole_gradients(model), unsharded(trained_like(name), *losses))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("each_chunk", [True, False])
 @pytest.mark.parametrize("first", ["wrap", "shard"])
 @pytest.mark.parametrize("name", NAMES)
@@ -608,6 +608,7 @@ def refused_as_gradients_come_early(rank: int) -> None:
 
 
 SLOW = ("replicated", "finer", "adapters", "log_probabilities", "embeddings", "read_logits", "precision")
+SLOW += ("stacks", "on_another_rank", "module_of_later_chunks", "shards_in_host_memory")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def left_gathered(rank: int) -> None:
     assert_same(gradients_of_models[1], gradients_of_models[0], 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.xdist_group("fsdp")
 @pytest.mark.parametrize("name", ["leaves", "left_gathered"])

@@ -34,7 +34,7 @@ def wrapped_copy(model: Any, method: Any = None) -> Any:
     return adjoint.wrap(copy.deepcopy(model), method or adjoint.Exact(chunk_size=8))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_loss_and_gradients_are_the_models_own(name: str) -> None:
     """Two rows of 29 tokens with three images, one row padded; chunks end inside images or, where an image's

@@ -42,6 +42,7 @@ def read_cache(output: Any) -> Any:
     return next(output[name] for name in CACHE_NAMES if name in output.keys())  # noqa: SIM118
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN])
 def test_every_call_goes_on_from_the_cache(name: str) -> None:
     """Each mode takes another name of the cache, without positions; unwrapped each class is off."""

@@ -98,6 +98,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_missing_name_stops_the_feature_that_needs_it_alone() -> None:
     """Loading by tensor parallelism is refused by name; a model that is there trains."""
     missing = "transformers.conversion_mapping transformers.distributed.configuration_utils"

@@ -73,7 +73,7 @@ def wrapped(model: Any, method: Any = None) -> Any:
     return adjoint.wrap(copy.deepcopy(model), method or Exact(chunk_size=4))
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(59)
 @pytest.mark.parametrize(("padding", "name"), list(itertools.product(PADDING, NAMES)))
 def test_loss_and_gradients_are_those_of_full_rows(padding: str, name: str, computed: list[int]) -> None:
     """A tree of rows against the untouched model: groups in any order, of unequal sizes and lengths."""
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_full_rows(padding: str, name: str, comp
     assert len(computed) > 1 and sum(computed) < 0.83 * batch["input_ids"].numel()
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(59)
 @pytest.mark.parametrize(("padding", "name"), list(itertools.product(PADDING, NAMES)))
 def test_hidden_states_are_those_of_full_rows(padding: str, name: str, computed: list[int]) -> None:
     """Losses of hidden states, as preference trainers compute them; padding at the right is read, too."""
@@ -193,6 +193,7 @@ def test_keys_of_a_prompt_are_stored_once(
         assert not reads_prompts and verification_of(model).fetches
 
 
+@pytest.mark.slow
 def test_rows_are_full_where_their_results_would_differ(computed: list[int]) -> None:
     """Dropout and other noise, routers' losses, caches, losses of one's own, and switched off."""
     batch = batch_of("none")

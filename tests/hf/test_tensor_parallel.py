@@ -408,6 +408,7 @@ def test_split_tokens_are_refused(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, with_split_tokens, str(tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_across_a_sequence_group(tmp_path: Path) -> None:
     make(LLAMA).save_pretrained(tmp_path / "model")
     on_ranks(4, tmp_path, across_a_sequence_group, str(tmp_path / "model"))

@@ -54,7 +54,7 @@ UNMASKED = since(5, 18, "without a mask its window of keys is not causal")
 MARKS = {"Doge": UNMASKED}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("padding", PADDED)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SPARSE])
 def test_chunks_pick_the_keys_of_the_whole(name: str, padding: str) -> None:

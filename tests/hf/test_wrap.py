@@ -89,7 +89,7 @@ def table() -> dict[str, list[str]]:
 # --------------------------------------------------------------------------------- the untouched model's own
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in MODELS]
 )
@@ -271,7 +271,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_the_forms_of_a_call(name: str, form: str) -> None:

@@ -322,6 +322,7 @@ LATER: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", LATER)
 def test_a_change_between_calls(case: str) -> None:
     """A change of a module or the head takes effect: nothing stays from the call before."""
@@ -406,7 +407,7 @@ CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_of_the_model_is_seen(case: str, when: str) -> None:
@@ -435,6 +436,7 @@ def test_a_weight_that_is_trained_later_is_looked_at_again() -> None:
         run(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CHANGES_REFUSED)
 def test_a_change_that_is_refused(case: str) -> None:
     """A change is refused whether gradients are asked for or not, also after calls that succeeded."""
@@ -667,6 +669,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CALLS)
 def test_an_input_is_honoured(case: str) -> None:
     name, inputs = CALLS[case]
@@ -721,6 +724,7 @@ NO_LLAMA = {
 }  # by a part of the message
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("message", CALLS_REFUSED)
 def test_an_input_that_is_refused(message: str) -> None:
     model = wrapped(make(next((name for text, name in NO_LLAMA.items() if text in message), LLAMA)))
@@ -878,6 +882,7 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], dict[st
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters_are_as_they_were(case: str) -> None:
     pytest.importorskip("peft")
@@ -1096,7 +1101,7 @@ NOISE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("source", NOISE)
 def test_noise_is_drawn_again(source: str) -> None:
     """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second

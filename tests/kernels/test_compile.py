@@ -30,7 +30,7 @@ def all_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[
     return torch.autograd.grad(sum((y * y).sum() for y in outputs), inputs)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "name, options",
     [*((name, {}) for name in OPERATIONS), *((name, {"window": 4, "halo": 2}) for name in SCANS)],
@@ -60,7 +60,7 @@ def test_compiled_equals_eager_in_one_graph_for_every_length(name: str, options:
             torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("mixer", WINDOWED)
 def test_one_graph_of_a_block_serves_every_length(mixer: str) -> None:
     model, counter = make_model(mixer, n_layer=1), CompileCounterWithBackend("aot_eager")

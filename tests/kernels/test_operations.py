@@ -134,7 +134,7 @@ def test_values_and_gradients(case: Case) -> None:
     check(case, "float32" if INTERPRETED else "float64")
 
 
-@pytest.mark.sampled(17 if INTERPRETED else 5)
+@pytest.mark.sampled(53 if INTERPRETED else 5)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(VALUES, longest=40))
 def test_values_and_gradients_in_the_other_precision(case: Case) -> None:
@@ -163,7 +163,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.sampled(11 if INTERPRETED else 5)
+@pytest.mark.sampled(29 if INTERPRETED else 5)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(WINDOWS, longest=13))
 def test_windows_and_halos(case: Case) -> None:
@@ -246,7 +246,7 @@ EXTREMES = [
         for case, *rest in EXTREMES
         for backend in BACKENDS
         if has_kernel(case["operation"], backend) and not (INTERPRETED and case["seqlen"] in (23, 400))
-        for long in [case["operation"] == "dplr_delta_rule" and case["seqlen"] > 40]
+        for long in [case["operation"] in ("dplr_delta_rule", "kda") and case["seqlen"] > 40]
         for marks in [pytest.mark.slow if INTERPRETED and long else ()]
     ],
 )
@@ -276,7 +276,7 @@ HALVES = [
 ]
 
 
-@pytest.mark.sampled(13 if INTERPRETED else 1)
+@pytest.mark.sampled(17 if INTERPRETED else 1)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize(
     "case",
@@ -316,7 +316,7 @@ APART = [
 APART.append({**make_case("ssd_scan", sum(LENGTHS["ssd_scan"]), d=8, n=16, h=1), "window": None, "halo": 0})
 
 
-@pytest.mark.sampled(41 if INTERPRETED else 5)
+@pytest.mark.sampled(53 if INTERPRETED else 5)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("case", backends_of(APART, longest=40))

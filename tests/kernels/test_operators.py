@@ -93,7 +93,7 @@ def check(case: Case, layout: str | None, which: tuple[str, ...]) -> None:
         torch.library.opcheck(backward, (*d, *saved, *options), test_utils=CHECKS)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("layout", [None, *LAYOUTS], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,6 +168,7 @@ def test_gradients_are_those_of_differences(operation: str, layout: str | None) 
             torch.autograd.gradcheck(call, list(tensors.values()), fast_mode=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operation", [*OPERATIONS, *ATTENTION, "banded causal_attention"])
 def test_how_inputs_lie_in_memory_changes_nothing(operation: str, layout: str) -> None:

@@ -46,7 +46,7 @@ def tensors(parts: dict[str, int], *apart: str) -> int:
     return sum(size for name, size in parts.items() if name not in ("reserved", "optimizer", *apart))
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2", "dense"])
 @pytest.mark.parametrize("method", [*METHODS, CHECKPOINTS], ids=str)
 def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
@@ -92,7 +92,7 @@ class Zeros:
         return tensor
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("sequence", [1, 3])
 @pytest.mark.parametrize(
     "method", [*METHODS, CHECKPOINTS, Truncated(1024, 512, unbiased=True), Truncated("auto", 512)], ids=str

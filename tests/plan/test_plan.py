@@ -247,7 +247,7 @@ def test_the_command_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None
     assert found["layouts"][0]["seconds"] == found["step"]["seconds"] and len(found["layouts"]) == 10
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "given, words",
     [
@@ -324,7 +324,7 @@ def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
     assert shares[0, "windowed"] == pytest.approx([0, 0.2 / 1.6, 1, 1.2 / 1.6, 0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "flags, label",
     [
@@ -343,6 +343,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -496,7 +497,7 @@ def outlined(folder: str) -> Any:
     return outlined(folder)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "method", [Exact(128), Truncated(256, 128), Backprop(), Exact(128, recompute="full")], ids=str
 )
