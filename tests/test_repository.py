@@ -338,7 +338,9 @@ def test_names_and_docstrings_say_what_they_are() -> None:
     assert location is not None and location.loader is not None
     style = importlib.util.module_from_spec(location)
     location.loader.exec_module(style)
-    too_many = style.exceeding(style.counted(*style.FOLDERS), json.loads(style.ALLOWED.read_text()))
+    too_many = style.exceeding(
+        style.counted(*style.FOLDERS, has_lines=False), json.loads(style.ALLOWED.read_text())
+    )
     assert not too_many, "\n".join(too_many)
 
 

@@ -148,6 +148,7 @@ def test_ranks_whose_parts_differ(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, ranks_differ, str(tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_on_each_ranks_heads(tmp_path: Path) -> None:
     """Sums over ranks are taken once, whatever calls come before; and first use compares a copy."""
     make("Qwen3ForCausalLM").save_pretrained(tmp_path / "model")

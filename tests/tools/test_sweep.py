@@ -83,6 +83,7 @@ def test_what_is_not_finite_has_no_agreement() -> None:
     assert agreement["overall"]["overall"] == compare.Agreement(None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["mamba, MLP, untied", "mamba2"])
 def test_rows_agree_with_gradients_compared_by_hand(variant: str) -> None:
@@ -189,6 +190,7 @@ def test_sweep_of_a_fresh_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert float(line["relative_error"]) == expected and line["scope"] == "layer"
 
 
+@pytest.mark.slow
 def test_sweep_of_a_trained_model_without_its_configuration(tmp_path: Path) -> None:
     assert train_tiny(tmp_path, training__steps=2, training__sample_tokens=0) == 0
     assert sweep(tmp_path, model=tmp_path / "run", windows="2") == 0
@@ -268,6 +270,7 @@ def test_a_sweep_goes_on_with_what_it_has(
     assert len(results(tmp_path)["rows"]) == 2
 
 
+@pytest.mark.slow
 def test_exact_is_the_baseline_where_backprop_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +348,7 @@ def test_a_model_that_has_diverged_is_told(tmp_path: Path) -> None:
         Comparison(model, [make_ids(1, 8)], precision="float64").row("truncated", 2)
 
 
+@pytest.mark.slow
 def test_lengths_may_be_written_with_a_suffix(tmp_path: Path) -> None:
     flags = {"windows": "0.5K,2K", "seqlen": "1K", "data": "random", "batches": 1, "methods": "truncated"}
     assert sweep(tmp_path, **flags) == 0
