@@ -3,8 +3,8 @@
 #
 # One would guess: a prompt that is given in pieces with its attention_mask has the logits of the prompt at once, padding
 # at the left included.
-# Seen: in recurrent hybrids (Qwen3-Next, Bamba) a piece of one token is not masked: where the first piece is a row's
-# padding, the padding goes into the recurrent state, and the row's later logits are tens of percent off. With a first
+# Seen: in Qwen3-Next, a recurrent hybrid, a piece of one token is not masked: where the first piece is a row's
+# padding, the padding goes into the recurrent state, and the row's later logits are 67% off. With a first
 # piece of two tokens of padding they are right, as is Llama with either.
 set -euo pipefail
 folder=$(mktemp -d)
