@@ -41,6 +41,7 @@ from adjoint.hf.transformers_api import (
     MoeCausalLMOutputWithPast,
     with_cache_names,
 )
+from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.loss import tokens_per_slice
 
 LOGITS = "ADJOINT_LOGITS"  # environment variable: whether a call with labels has logits
@@ -215,6 +216,9 @@ _DESCRIPTIONS = {
 }
 
 
+_HOOKS = {Tensor.register_hook, Tensor.retain_grad}
+
+
 class DeferredLogits(Tensor):
     """A tensor with shape, dtype and device, whose values are computed when a function needs them.
 
@@ -259,6 +263,11 @@ class DeferredLogits(Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if func in _HOOKS:
+            raise UserError(
+                "out.logits: a hook would see the gradient of losses that are made of the logits, without "
+                "out.loss's part: call the model without labels, and make the loss of its logits"
+            )
         if func in _DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -351,11 +360,11 @@ class LogitsOfCall:
 
     @contextlib.contextmanager
     def _as_in_the_call(self) -> Iterator[None]:
-        """Draw the call's random numbers again, under its autocast."""
+        """Hold the model, and draw the call's random numbers again, under its autocast."""
         dtype, is_enabled = self.autocast
-        draws = self.randomness or generators_of(self.model)
+        draws, lock = self.randomness or generators_of(self.model), wrap_state_or_original(self.model).lock
         replayed = draws.again(self.states_before) if self.states_before else draws.undone()
-        with replayed, torch.autocast(self.device.type, dtype, is_enabled):
+        with lock, replayed, torch.autocast(self.device.type, dtype, is_enabled):
             yield
 
     def deferred(self, loss: Tensor) -> Tensor:
@@ -379,8 +388,10 @@ class LogitsOfCall:
                 f"{reason}, or read out.logits under torch.no_grad()"
             )
             return refusing_gradient(result, loss, message)
-        leaves = list(dict.fromkeys([*access_to(model).trained_parameters(), *leaves_of([loss])]))
-        return with_late_gradient(result, [*leaves, *self.trained_arguments.values()], self._backward(leaves))
+        arguments = self.trained_arguments.values()  # of which leaves are leaves of the loss, too
+        reached = dict.fromkeys([*access_to(model).trained_parameters(), *leaves_of([loss])])
+        leaves = [leaf for leaf in reached if not any(leaf is argument for argument in arguments)]
+        return with_late_gradient(result, [*leaves, *arguments], self._backward(leaves))
 
     def _why_no_gradient(self) -> str | None:
         """Return why the logits' gradient cannot be computed, and what to do, or None."""
@@ -401,9 +412,9 @@ class LogitsOfCall:
             stacklevel=5,
         )
         arguments = {**self.arguments, "logits_to_keep": self.shape[1], "return_dict": True}
-        if self.has_gradients:
-            self.forward_state = ForwardState(self.model, Snapshot(self.model))
         with torch.no_grad(), self._as_in_the_call():
+            if self.has_gradients:
+                self.forward_state = ForwardState(self.model, Snapshot(self.model))
             logits: Tensor = self.model(**arguments).logits  # by its hooks, which may gather its weights
         return logits
 
@@ -432,7 +443,7 @@ class LogitsOfCall:
 
             assert self.forward_state is not None  # as values have been computed
             restored = self.forward_state.restored()
-            with torch.enable_grad(), suspend_hooks(leaves), restored, self._as_in_the_call():
+            with torch.enable_grad(), self._as_in_the_call(), suspend_hooks(leaves), restored:
                 hidden = self.compute_hidden(Call(model, arguments))
                 y, pieces = hidden.detach().requires_grad_(), list[Tensor]()
                 slice_tokens = tokens_per_slice(len(y) * y.shape[1], vocab_size_of(model), y.is_cuda)

@@ -3,6 +3,7 @@ ignores, logits that are read for metrics, hidden states of padding."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import pickle
 import warnings
@@ -21,6 +22,7 @@ from tests.hf.hf_models import (
     loss_and_gradients,
     make,
     make_batch,
+    one_line,
     transformers,
 )
 from tests.model_helpers import current_gradients, make_ids
@@ -255,6 +257,30 @@ LOGITS_OF_OUTPUTS: dict[str, tuple[Any, ...]] = {  # method, inputs, and how the
     "tuple": (METHODS[0], {"return_dict": False}, lambda out: out[1]),
     "pieces": (METHODS[1], {}, lambda out: out.get("logits")),
 }
+
+
+def test_a_loss_of_logits_reaches_embeddings_once_and_threads_wait() -> None:
+    """A leaf that both losses read gets each gradient once; calls of threads run one after another."""
+    plain, ids = make(LLAMA), make_batch(13)["input_ids"]
+    model = adjoint.wrap(copy.deepcopy(plain), adjoint.Exact(chunk_size=4))
+
+    def gradient_of(model: Any, ids: Tensor) -> Tensor:
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+        out = model(inputs_embeds=embeddings, labels=ids)
+        (out.loss + out.logits.square().mean()).backward()
+        assert embeddings.grad is not None
+        return embeddings.grad
+
+    rows = [ids[:, start:] for start in range(3)]
+    with float64_throughout():
+        expected = [gradient_of(plain, each) for each in rows]
+        assert (gradient_of(model, ids) - expected[0]).norm() <= 1e-10 * expected[0].norm()
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            results = list(threads.map(lambda each: gradient_of(model, each), rows))
+    for result, gradient in zip(results, expected, strict=True):
+        assert (result - gradient).norm() <= 1e-10 * gradient.norm()
+    with one_line("out.logits: a hook would see the gradient of losses that are made of the logits"):
+        model(input_ids=ids, labels=ids).logits.register_hook(print)
 
 
 @pytest.mark.sampled(2)
