@@ -114,12 +114,11 @@ def count(path: Path, has_lines: bool = True) -> Counts:
     code, comments = set(), set()
     skipped = tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING
     uses_of_any = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
-    with path.open("rb") if has_lines else io.BytesIO() as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT:
-                comments.add(token.start[0])
-            elif token.type not in skipped and token.string:
-                code.update(range(token.start[0], token.end[0] + 1))
+    for token in tokenize.tokenize(io.BytesIO(path.read_bytes()).readline) if has_lines else ():
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in skipped and token.string:
+            code.update(range(token.start[0], token.end[0] + 1))
     return Counts(
         len(names),
         sum(map(is_vague, names)),

@@ -172,6 +172,6 @@ def _same(a: Any, b: Any) -> bool:
     return True
 
 
-def generators_of(model: nn.Module) -> ChunkGenerators:
+def generators_of(model: nn.Module) -> Generators:
     """Return the generators that a model may draw from: its modules', and torch's, NumPy's and Python's."""
-    return ChunkGenerators(generators_in(list(model.modules())))
+    return Generators(generators_in(model.modules()))

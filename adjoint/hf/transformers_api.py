@@ -263,12 +263,14 @@ def loaded_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str
     converter = optional("core_model_loading", "WeightConverter")
     changes = getattr(model, "_weight_conversions", None) or []
     tensors, prefix = model.state_dict(), model.base_model_prefix
+    renamings = [change for change in changes if isinstance(renaming, type) and isinstance(change, renaming)]
+    converters = [
+        change for change in changes if isinstance(converter, type) and isinstance(change, converter)
+    ]
     names: dict[str, str] = {}
     for name in stored:
         candidates = [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
-        if callable(rename) and isinstance(renaming, type) and isinstance(converter, type):
-            renamings = [change for change in changes if isinstance(change, renaming)]
-            converters = [change for change in changes if isinstance(change, converter)]
+        if callable(rename):
             candidates.insert(0, rename(name, renamings, converters, prefix, tensors)[0])
         if (loaded := next((each for each in candidates if each in tensors), None)) is not None:
             names[name] = loaded

@@ -415,7 +415,6 @@ def one_dies(how: str) -> None:
     assert "\n" not in str(e.value) and time.monotonic() - begin < 10
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["dies", pytest.param("waits elsewhere", marks=pytest.mark.slow)])
 def test_a_rank_that_does_not_come_ends_the_others(how: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, one_dies, how, timeout=3)

@@ -49,7 +49,6 @@ def test_gradients_are_those_with_all_states(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("memory", [None, "1GB"])
 def test_dropout_is_drawn_again_alike(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk draws the same numbers each time, and generators' states are stored with the layers' alone."""

@@ -196,7 +196,6 @@ def left_gathered(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.xdist_group("fsdp")
 @pytest.mark.parametrize("name", ["leaves", "left_gathered"])
 def test_under_fully_shard(name: str, peer: Any) -> None:
