@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import adjoint
-from adjoint import releases
+from adjoint import layers, releases
 from adjoint.methods import METHODS
 from adjoint.parallel.access import KINDS
 
@@ -187,9 +187,11 @@ model(ids, labels=ids, method=adjoint.Exact(2)).loss.backward()
 
 
 def test_type_checkers_and_editors_are_told_the_names_that_there_are() -> None:
-    stub = ROOT / "adjoint" / "__init__.pyi"
-    told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
-    assert told == {name: f"adjoint.{module}" for name, module in adjoint._MODULES.items()}
+    at_once = {"MIXERS": "layers.config", "StackConfig": "layers.config"}
+    for folder, modules in (("", adjoint._MODULES), ("layers", layers._MODULES | at_once)):
+        stub = ROOT / "adjoint" / folder / "__init__.pyi"
+        told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
+        assert told == {name: f"adjoint.{module}" for name, module in modules.items()}
     assert set(adjoint.__all__) <= set(dir(adjoint))
     with pytest.raises(AttributeError, match="no attribute 'Exacte'"):
         adjoint.Exacte  # noqa: B018

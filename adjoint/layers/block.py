@@ -33,6 +33,9 @@ RESIDUAL_PROJECTIONS = (  # weights whose products are added to the residual str
     "mlp.out_proj.weight",
 )
 
+# Mixers that the windowed methods can run.
+WINDOWED = tuple(kind for kind, mixer in MIXERS.items() if mixer.windowed)
+
 
 class Block(nn.Module):
     """(y, state) → (y, state): y + mixer(norm(y)), then y + mlp(norm2(y)) if there is an MLP. The state is

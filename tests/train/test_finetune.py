@@ -20,7 +20,8 @@ import yaml
 from adjoint.batch import labelled
 from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
 from adjoint.tools.eval.command import Loaded, _held_out
 from adjoint.train import adapters

@@ -24,9 +24,9 @@ from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats import file_kinds
 from adjoint.formats.folders import described_sizes, has_weights
-from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
+from adjoint.memory import print_sizes_as, size_text, total_memory_bytes
 from adjoint.methods import METHODS, Exact
-from adjoint.settings import Positive, SeqLen
+from adjoint.settings import Positive, SeqLen, size_bytes
 from adjoint.tools.compare import report
 from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate
 from adjoint.tools.measure.journal import Journal, completed, progress

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from adjoint.batch import labelled
 from adjoint.checkpoint import read_trainer
-from adjoint.data.batches import DataConfig, fingerprint_of, open_data
+from adjoint.data.batches import fingerprint_of, open_data
+from adjoint.data.config import DataConfig
 from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError

@@ -14,7 +14,7 @@ import torch
 
 from adjoint.data.progress import Progress, Waiting
 from adjoint.errors import UserError
-from adjoint.memory import print_sizes_as, size_bytes, total_memory_bytes, usable_cores
+from adjoint.memory import print_sizes_as, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.host_weights import SUSTAINED_LINK, in_host_memory
@@ -23,7 +23,7 @@ from adjoint.plan.links import Links
 from adjoint.plan.machine import Machine
 from adjoint.plan.memory import Setup
 from adjoint.plan.stack import model_of
-from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
+from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value, size_bytes
 from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
