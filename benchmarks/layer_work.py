@@ -25,7 +25,7 @@ from adjoint.engine.stage import Layer
 from adjoint.engine.tile import Gradients
 from adjoint.layers import StackConfig
 from adjoint.methods import RECOMPUTE
-from adjoint.plan.stack import StackModel
+from adjoint.plan.planned_stack import StackModel
 from adjoint.plan.stage_memory import Conditions, Example, counting, example
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner

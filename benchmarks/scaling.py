@@ -30,8 +30,8 @@ from adjoint.engine.grid import Key, Tile
 from adjoint.engine.schedule import Owners
 from adjoint.layers import StackConfig
 from adjoint.plan.partition import partition
-from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import simulate
+from adjoint.plan.worker_programs import grid_of, step_plan
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point
 from adjoint.tools.sweep.compare import truncated_products

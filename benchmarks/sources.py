@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.plan.layouts import candidates
-from adjoint.plan.memory import needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import needs
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point

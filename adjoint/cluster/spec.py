@@ -10,7 +10,7 @@ import torch
 from adjoint.cluster.devices import Device
 from adjoint.engine.schedule import Owners
 from adjoint.methods import Method
-from adjoint.plan.schedule import owners_of
+from adjoint.plan.worker_programs import owners_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 

@@ -6,9 +6,9 @@
     for ids in data.eval: ...           # fixed windows of the held-out split, the same at every evaluation
 
 Documents are packed end to end, each followed by a separator, into one long stream per split
-(`adjoint.data.sources` reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.cache` stores the
-result). Training cuts its stream into windows of `seqlen` consecutive tokens, in an order that depends only
-on the seed and the epoch.
+(`adjoint.data.sources` reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.token_cache` stores
+the result). Training cuts its stream into windows of `seqlen` consecutive tokens, in an order that depends
+only on the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
-from adjoint.data.cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.config import DataConfig
 from adjoint.data.sources import Sources, check_apart, find_sources
+from adjoint.data.token_cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.tokenizer import CHARS, Tokenizer, load_tokenizer, needs_text
 from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError

@@ -27,7 +27,7 @@ from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
 from adjoint.train import quantization as quantized
-from adjoint.train.adapters import LoraSettings, adapted
+from adjoint.train.peft_adapters import LoraSettings, adapted
 from adjoint.train.places import is_local_model, no_configuration, not_on_hub
 
 if TYPE_CHECKING:

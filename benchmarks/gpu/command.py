@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from adjoint.layers import StackConfig
-from adjoint.plan.stack import StackModel
+from adjoint.plan.planned_stack import StackModel
 from adjoint.tools.doctor import cuda_devices
 from adjoint.tools.measure.journal import Journal
 from adjoint.tools.measure.process import Point

@@ -25,8 +25,8 @@ from adjoint.engine.schedule import Action, Owners, Recv, Run, Schedule, Send
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
-from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import Timeline, simulate
+from adjoint.plan.worker_programs import grid_of, step_plan
 
 TOLERANCE = 0.20  # of the measured time
 

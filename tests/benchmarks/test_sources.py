@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from adjoint.plan.estimate import queued, roofline
-from adjoint.plan.memory import Machine, Setup
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Machine, Setup
 from adjoint.tools.plan.command import REACHED
 from adjoint.train.config import load_config
 from adjoint.train.gpus import GPUS

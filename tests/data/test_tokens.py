@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from adjoint.data import cache as token_cache
 from adjoint.data import sources as corpus
+from adjoint.data import token_cache
 from adjoint.data.batches import open_data
 from adjoint.data.config import DataConfig
 from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, describe_boundaries, load_tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from adjoint.cli import main
-from adjoint.data.progress import duration_text
+from adjoint.progress import duration_text
 from adjoint.tools.compare import report
-from adjoint.tools.compare.estimate import TimeEstimate
+from adjoint.tools.compare.time_estimate import TimeEstimate
 from adjoint.tools.measure.passes import longest
 from adjoint.tools.measure.process import Process
 from tests.hf.hf_models import make
