@@ -32,6 +32,10 @@ from adjoint.errors import UserError
 # Keys by which a user names other text.
 TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction", "upper_case")
 Cursor = Mapping[str, Any]  # `state_dict()` of batches, plain values as from JSON
+RESIZE = (
+    "name another data.tokenizer, or a folder whose model has {size} (resize_token_embeddings and "
+    "save_pretrained of transformers)"
+)
 _COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
 
 
@@ -341,6 +345,7 @@ def open_data(
     consecutive: bool = False,
     trust_remote_code: bool = False,
     table_of: str | None = None,
+    remedy: str = RESIZE,
 ) -> Data:
     """Find, tokenise (once: the result is cached and memory-mapped) and cut the text of `config`.
 
@@ -351,6 +356,7 @@ def open_data(
         consecutive: Whether each row of a training batch continues where the previous batch ended.
         trust_remote_code: Whether Python files of the tokenizer's folder may run.
         table_of: The model whose vocabulary it is, for an error, where no setting changes its size.
+        remedy: What to do then, if the vocabulary lacks a token; {size} stands for the tokenizer's.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
@@ -380,7 +386,7 @@ def open_data(
 
     caches = [tokens_of(sources, config.eval_fraction if splits_training_text else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]
-    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config, table_of)
+    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config, table_of, remedy)
     _check_contents(caches, held_out)
     rows = config.batch if weights is None else 1
     streams = [Batches(c.train, config.seqlen, rows, seed, c.fingerprint, consecutive) for c in caches]
@@ -423,6 +429,7 @@ def _check_tokens(
     vocab_size: int | None,
     config: DataConfig,
     table_of: str | None,
+    remedy: str,
 ) -> None:
     """Raise UserError if the vocabulary lacks a token, or a packed document contains the separator."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
@@ -433,8 +440,7 @@ def _check_tokens(
         if table_of is not None:
             raise UserError(
                 f"token id {highest} in the text ({tokenizer.name}) is out of range for the {vocab_size} "
-                f"embeddings of {table_of}: name another data.tokenizer, or a folder whose model has "
-                f"{tokenizer.vocab_size} (resize_token_embeddings and save_pretrained of transformers)"
+                f"embeddings of {table_of}: {remedy.format(size=tokenizer.vocab_size)}"
             )
         raise UserError(
             f"token id {highest} in the text is out of range for model.vocab_size {vocab_size}: set it to "

@@ -97,8 +97,10 @@ def refuse_adapter(folder: Path, called: str) -> None:
         base = None
     base = base or "its base model"
     raise UserError(
-        f"{called}: {folder} holds an adapter of PEFT, for {base}; merge it (PeftModel.from_pretrained, then "
-        f"merge_and_unload and save_pretrained) and name that folder, or name {base}"
+        f"{called}: {folder} holds an adapter of PEFT, for {base}, and no model; of a run of adjoint train, "
+        "name the folder that adjoint export writes, with the adapter merged; merge another one first "
+        "(merge_and_unload and save_pretrained; PEFT merges an adapter of a head that is tied to the "
+        f"embeddings into both: untie these before), or name {base}"
     )
 
 

@@ -238,8 +238,11 @@ OTHERS = [
     ("doctor --jsn", "--jsn: adjoint doctor has no such flag; did you mean --json?"),
     ("doctor stray", "'stray': adjoint doctor has no such argument"),
     ("eval run --lenght 4", "--lenght: adjoint eval has no such flag; did you mean --lengths?"),
-    ("eval adapter", "holds an adapter of PEFT, for some/base; merge it"),
-    ("train --model.from_pretrained adapter", "holds an adapter of PEFT, for some/base; merge it"),
+    (
+        "eval adapter",
+        "holds an adapter of PEFT, for some/base, and no model; of a run of adjoint train",
+    ),
+    ("train --model.from_pretrained adapter", "untie these before), or name some/base"),
     ("train --model.trust_remote_code true", "model.trust_remote_code: is for a pretrained model"),
     ("plan --device-memry 4", "--device-memry: adjoint plan has no such flag; did you mean --device-memory?"),
     ("eval run --lengths 1G", "a longer text"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import labelled
-from adjoint.data.batches import fingerprint_of, open_data
+from adjoint.data.batches import RESIZE, fingerprint_of, open_data
 from adjoint.data.config import DataConfig
 from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
@@ -205,7 +205,10 @@ def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
         all_tokens: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
         named = dataclasses.replace(named, path=path, eval_fraction=0.0, **all_tokens)
     vocab_size, trusted = loaded.model.vocab_size, loaded.trusts_code
-    opened = open_data(named, 0, vocab_size, trust_remote_code=trusted, table_of="the model")
+    remedy = "name another text with --path, or a run with --model.vocab_size {size}"
+    if isinstance(loaded.model, PretrainedLM):
+        remedy = RESIZE.replace("data.tokenizer", "text with --path")
+    opened = open_data(named, 0, vocab_size, False, trusted, "the model", remedy)
     if not path and loaded.trained not in (None, opened.fingerprint):
         raise UserError(
             f"data.path: {opened.description} has changed since it was trained on, and what it holds out now "
