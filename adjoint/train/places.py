@@ -104,8 +104,8 @@ def check_hub_name(name: str, key: str) -> None:
 
 
 def no_configuration(place: str, key: str) -> UserError:
-    """Return the error of a folder without a model; `key` is what it was given as."""
+    """Return the error of a place without a model; `key` is what it was given as."""
+    fault = f"{place} has no config.json" if Path(place).expanduser().exists() else f"there is no {place}"
     return UserError(
-        f"{key}: {place} has no config.json; name a folder that save_pretrained wrote, or a model of "
-        "the Hugging Face hub"
+        f"{key}: {fault}; name a folder that save_pretrained wrote, or a model of the Hugging Face hub"
     )

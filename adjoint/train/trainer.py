@@ -507,6 +507,11 @@ class Trainer:
             f"{settings.lowest:g}, warm-up {settings.warmup} steps), weight decay {settings.weight_decay:g}",
             flush=True,
         )
+        if settings.warmup > settings.steps:
+            print(
+                f"note: the run ends within its warm-up, below training.lr: set --training.warmup_steps 0 to "
+                f"{settings.steps}"
+            )
         pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
         if lora is not None:
             from adjoint.train.peft_adapters import tied_modules

@@ -191,7 +191,10 @@ def test_a_run_over_shards_is_one_in_one_process(
     [
         ({"method__name": "layer-local", "method__chunk_size": 20}, "takes Exact"),
         ({"model__d_model": 32}, "model.d_model: model.from_pretrained has its own; leave 32 out"),
-        ({"model__from_pretrained": "no/such/model"}, "no/such/model has no config.json"),
+        (
+            {"model__from_pretrained": "no/such/model"},
+            "model.from_pretrained: there is no no/such/model; name a folder",
+        ),
         ({"cluster__shards": 1, "data__documents": "packed"}, "data.documents: packed documents of a pre"),
     ],
 )

@@ -506,6 +506,16 @@ def test_metrics_are_reported_where_asked_for(tmp_path: Path, monkeypatch: pytes
     assert calls == [("run", "adjoint")] * 2 + losses + [("wandb", "finished"), ("trackio", "finished")]
 
 
+def test_a_run_within_its_warm_up_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, warmup in ((1, 2), (2, 2)):
+        (tmp_path / str(steps)).mkdir()
+        assert train_tiny(tmp_path / str(steps), training__steps=steps, training__warmup_steps=warmup) == 0
+        said = (
+            "note: the run ends within its warm-up, below training.lr: set --training.warmup_steps 0 to 1\n"
+        )
+        assert (said in capsys.readouterr().out) == (steps == 1)
+
+
 @pytest.mark.parametrize(
     "schedule, at_55, at_90, last",
     [("cosine", 0.55, 0.127, 0.1), ("linear", 0.55, 0.2, 0.1), ("constant", 1, 1, 1), ("wsd", 1, 0.55, 0.1)],
