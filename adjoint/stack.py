@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,16 @@ from adjoint.engine.bidirectional import block_by_chunks
 from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
+from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.late_gradient import refusing_gradient
+from adjoint.engine.model import SharedRows
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.parameter_access import REPLICA, ParameterAccess, is_replica
-from adjoint.engine.shared_prefix import Beginning, End, Rows, Segment
+from adjoint.engine.runner import run_hidden, run_loss
+from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
-from adjoint.engine.step import ChunkedStep, grouped, uncompiled
+from adjoint.engine.step import ChunkedStep, uncompiled
 from adjoint.engine.storage import Prefix
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
@@ -65,6 +67,7 @@ from adjoint.parallel.tensor import (
     reads_windows,
 )
 
+_run_loss, _run_hidden = uncompiled(run_loss), uncompiled(run_hidden)
 WHOLE_SEQUENCE = "layers that read in both directions (model.bidirectional) need the whole sequence"
 
 
@@ -87,6 +90,22 @@ class StackOutput:
     state: list[State] | None = None
     windows: list[int] | None = None
     hidden_states: Tensor | None = None
+
+
+class StackCall(NamedTuple):
+    """A call of a `Stack` by chunks.
+
+    Attributes:
+        batch: with a state for each stage (`Stack.stage_states`).
+        method: which has chunks.
+        has_state: whether it begins with states of the caller's, or of an earlier call.
+        prefix: keys and values of the tokens before it that an earlier step has stored, or None.
+    """
+
+    batch: Batch
+    method: Method
+    has_state: bool = False
+    prefix: Prefix | None = None
 
 
 class Stack(nn.Module):
@@ -454,8 +473,15 @@ class Stack(nn.Module):
                     "return_hidden_states: by chunks a call returns nothing else but the state: leave "
                     "labels, return_logits and sequence_group out, and make the loss of out.hidden_states"
                 )
-            y, final = self._hidden_of_rows(input_ids, method, state, seq_idx, return_state)
-            return StackOutput(hidden_states=self.norm_f(y), state=final if return_state else None)
+            if split is not None or access_kind(self).runs_backward_in_forward:
+                raise UserError(
+                    "hidden states by chunks are of a stack in one process: give labels, whose loss works "
+                    "with layers that are split or sharded"
+                )
+            whole = Batch(input_ids, input_ids, 1, seq_idx, self.stage_states(states), is_shifted=False)
+            hidden = _run_hidden(self, StackCall(whole, method, state is not None), return_state)
+            final = hidden.states[1:-1] if return_state else None
+            return StackOutput(hidden_states=self.norm_f(hidden.hidden), state=final)
         if labels is None and not plain and torch.is_grad_enabled():
             raise ValueError(
                 f"{method} runs the backward of a loss: give labels, return_hidden_states, or no method"
@@ -481,13 +507,9 @@ class Stack(nn.Module):
                     hidden = self.norm_f(self.all_tokens(y, input_ids.shape[1]))
                     output.hidden_states = joined_strands(hidden) if self.config.strands == 2 else hidden
         else:
-            is_whole = state is not None or group is not None
-            segments = None if is_whole else self._segments(batch, method, return_state)
-            if segments is None:
-                output.loss, end, output.windows = self._by_chunks(batch, method, return_state, group)
-                final = end.states
-            else:
-                output.loss, final = self._by_segments(batch, segments, method, return_state)
+            assert method is not None
+            result = _run_loss(self, StackCall(batch, method, state is not None), return_state, group)
+            output.loss, output.windows, final = result.loss, result.windows, result.states[1:-1]
             if return_logits:
                 with torch.no_grad():
                     y = self._hidden(input_ids, states, seq_idx)[0]
@@ -503,110 +525,46 @@ class Stack(nn.Module):
             output.state = final if split is None else split.final_states(final)
         return output
 
-    @uncompiled
-    def _hidden_of_rows(
-        self,
-        input_ids: Tensor,
-        method: Method,
-        states: list[State] | None,
-        seq_idx: Tensor | None,
-        returns_states: bool,
-    ) -> tuple[Tensor, list[State]]:
-        """Return y_K (batch, seqlen, d_model), before the last norm, and the final states, by chunks.
-
-        Raises:
-            UserError: the stack is split over ranks, or `fully_shard` has sharded its layers.
-        """
-        if self.tensor_parallel is not None or access_kind(self).runs_backward_in_forward:
-            raise UserError(
-                "hidden states by chunks are of a stack in one process: give labels, whose loss works with "
-                "layers that are split or sharded"
-            )
-        batch = Batch(input_ids, input_ids, seq_idx=seq_idx)
-        segments = None if states is not None else self._segments(batch, method, returns_states, False)
-        if segments is None:
-            states = self.initial_state(len(input_ids)) if states is None else states
-            hidden, end = self._hidden_by_chunks(batch, states, method, returns_states)
-            return hidden, end.states
-        pieces, parents = list[Tensor](), {segment.parent for segment in segments}
-        spans = _spans(batch)
-        ids_in = shared_prefix.take_from(input_ids, spans)
-
-        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
-            states = self.initial_state(len(segment.rows)) if beginning is None else beginning.states
-            ids = ids_in(segment.rows, segment.start, segment.stop)
-            keeps_states = returns_states and number not in parents
-            is_last, prefix = number == len(segments) - 1, None if beginning is None else beginning.prefix
-            hidden, end = self._hidden_by_chunks(
-                Batch(ids, ids), states, method, keeps_states, is_last, prefix
-            )
-            pieces.append(hidden)
-            return end
-
-        final = shared_prefix.run_segments(segments, run)
-        hidden = shared_prefix.tokens_in_batch_order(segments, pieces, list(map(len, spans)))
-        hidden = hidden.unflatten(0, input_ids.shape)
-        return hidden, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
-
-    def _hidden_by_chunks(
-        self,
-        batch: Batch,
-        states: Sequence[State],
-        method: Method,
-        returns_states: bool,
-        keeps_tapes: bool = True,
-        prefix: Prefix | None = None,
-    ) -> tuple[Tensor, End]:
-        """Return y_K and what is left at the end, by a method that runs chunks.
-
-        Args:
-            batch: ids and documents.
-            returns_states: whether keys and values are among the final states.
-            keeps_tapes: false if the backwards of other sequences come first.
-            prefix: as in `distribution_of`.
-        """
-        batch = dataclasses.replace(batch, states=self.stage_states(states), is_shifted=False)
-        default = self.default_chunk_size(batch.ids, method)
-        spec, collect = method.engine_spec(batch.seqlen, default), CollectHiddenStates(batch.seqlen)
-        spec = spec if keeps_tapes else spec.without_tapes()
-        stages = [*self.stages(spec.storage.recompute, reads_windows(spec))[:-1], collect]
-        access = access_of(self, None, ModuleTensors(self).restored)
-        distribution = distribution_of(None, prefix)
-        step = ChunkedStep(stages, batch, spec, self.config.d_model, distribution=distribution, access=access)
-        access.verify(step)
-        hidden, final = hidden_by_chunks(step, collect, returns_states)
-        return hidden, End(grouped(batch.states, final)[1:-1], step.slabs)
-
-    @uncompiled
-    def _by_chunks(
-        self,
-        batch: Batch,
-        method: Method,
-        states: bool,
-        group: Any,
-        keeps_tapes: bool = True,
-        prefix: Prefix | None = None,
-    ) -> tuple[Tensor, End, list[int] | None]:
-        default = self.default_chunk_size(batch.ids, method)
-        if group is not None:
-            default = at_most(default, batch.seqlen, ranks_of(group))
-        spec = method.engine_spec(batch.seqlen, default)
-        spec = spec if keeps_tapes else spec.without_tapes()
-        results = self.steps(batch, spec, group, prefix).loss(states)
-        final = grouped(batch.states, [s for state in results.states for s in state])
-        return results.loss, End(final[1:-1], results.slabs), results.windows
-
     def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
         on_host = access_kind(self).copies_from_host
         return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
 
-    @uncompiled
-    def _segments(
-        self, batch: Batch, method: Method, returns_states: bool, has_loss: bool = True
-    ) -> list[Segment] | None:
-        """Return the segments of a batch whose rows or documents begin alike; None if all are computed."""
-        if not method.share_prefixes or method.memory is not None:
+    # -------------------------------------------------------------------------- what it is to the engine
+    # (`engine.model.ChunkedModel`)
+
+    def cut(self, call: StackCall, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
+        batch, method = call.batch, call.method
+        default = self.default_chunk_size(batch.ids, method)
+        if group is not None:
+            default = at_most(default, batch.seqlen, ranks_of(group))
+        return batch, method.engine_spec(batch.seqlen, default)
+
+    def step(
+        self,
+        call: StackCall,
+        batch: Batch,
+        spec: EngineSpec,
+        group: dist.ProcessGroup | None = None,
+        collect: CollectHiddenStates | None = None,
+    ) -> ChunkedStep:
+        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
+        if collect is not None:
+            stages[-1] = collect
+        check_windows(self.config, spec)
+        group = None if group is None or ranks_of(group) == 1 else group
+        access = access_of(self, None, ModuleTensors(self).restored)
+        distribution = distribution_of(group, call.prefix)
+        if group is not None and (why := access.why_not_shared(group)):
+            raise UserError(f"sequence_group: {why}")
+        access.rest()
+        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+        access.verify(step)
+        return step
+
+    def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
+        batch, method = call.batch, call.method
+        if call.has_state or not method.share_prefixes or method.memory is not None:
             return None
         if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
             return None
@@ -615,60 +573,24 @@ class Stack(nn.Module):
             return None
         if len(spans := _spans(batch)) == 1:
             return None
-        targets, ends = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
+        targets, lengths = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
         ids = shared_prefix.take_from(batch.ids, spans)
-        segments = shared_prefix.plan(Rows(ids, targets, [0] * len(spans), ends, ends))
+        segments = shared_prefix.plan(Rows(ids, targets, [0] * len(spans), lengths, lengths))
         if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
             return None
         shared_prefix.announce(self, segments, batch.ids.numel())
-        return segments
+        return SharedRows(segments, lengths, batch.ids.shape)
 
-    @uncompiled
-    def _by_segments(
-        self, batch: Batch, segments: Sequence[Segment], method: Method, returns_states: bool
-    ) -> tuple[Tensor, list[State]]:
-        """Return the loss and the final states of a batch whose segments are computed once each."""
-        losses, spans = list[Tensor](), _spans(batch)
-        parents = {segment.parent for segment in segments}
-        ids_in, targets_in = shared_prefix.take_from(batch.ids, spans), _targets_in(batch, spans)
+    def segment_call(self, call: StackCall, segment: Segment, beginning: Beginning | None) -> StackCall:
+        batch, spans = call.batch, _spans(call.batch)
+        ids = shared_prefix.take_from(batch.ids, spans)(segment.rows, segment.start, segment.stop)
+        labels, weights = shared_prefix.targets_of(segment, _targets_in(batch, spans))
+        states = self.stage_states(self.initial_state(len(ids))) if beginning is None else beginning.states
+        inner = Batch(ids, labels, batch.divisor, states=states, weights=weights)
+        return StackCall(inner, call.method, True, None if beginning is None else beginning.prefix)
 
-        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
-            states = self.initial_state(len(segment.rows)) if beginning is None else beginning.states
-            ids = ids_in(segment.rows, segment.start, segment.stop)
-            labels, weights = shared_prefix.targets_of(segment, targets_in)
-            states = self.stage_states(states)
-            segment_batch = Batch(ids, labels, batch.divisor, states=states, weights=weights)
-            keeps_states = returns_states and number not in parents
-            is_last, prefix = number == len(segments) - 1, None if beginning is None else beginning.prefix
-            loss, end, _ = self._by_chunks(segment_batch, method, keeps_states, None, is_last, prefix)
-            losses.append(loss)
-            return end
-
-        final = shared_prefix.run_segments(segments, run)
-        loss = torch.stack(losses).sum()
-        return loss, shared_prefix.states_in_batch_order(segments, final) if returns_states else []
-
-    def steps(
-        self, batch: Batch, spec: EngineSpec, group: Any = None, prefix: Prefix | None = None
-    ) -> ChunkedStep:
-        """Return the batch's forward and backward for the engine.
-
-        Args:
-            batch: a batch whose states are the result of `stage_states`.
-            group: the process group whose ranks share the batch.
-            prefix: as in `distribution_of`.
-        """
-        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
-        check_windows(self.config, spec)
-        group = None if group is None or ranks_of(group) == 1 else group
-        access = access_of(self, None, ModuleTensors(self).restored)
-        distribution = distribution_of(group, prefix)
-        if group is not None and (why := access.why_not_shared(group)):
-            raise UserError(f"sequence_group: {why}")
-        access.rest()
-        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
-        access.verify(step)
-        return step
+    def join_prefixes(self) -> None:
+        raise AssertionError("a stack's attention reads keys and values where they are")
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
         """Raise a UserError for a call that a sequence_group cannot share."""

@@ -53,7 +53,7 @@ class Result(NamedTuple):
     """Results of a `ChunkedStep`, differentiable.
 
     Attributes:
-        loss: the mean loss. states: the final states, one tuple per stage.
+        loss: the mean loss. states: the final states, one tuple per stage of the model.
         windows: each layer's window if the method picked them.
         sums: the totals of the step's `sums`.
         slabs: keys and values by stage, from which other steps can go on (`Prefix`).
@@ -149,6 +149,8 @@ class ChunkedStep:
             unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`), as the access gives them
             to autograd.
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
+        model_states: the batch's states, one tuple per stage of the model; those of `batch` are one per stage
+            that the engine runs.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
@@ -173,6 +175,7 @@ class ChunkedStep:
         access: ParameterAccess | None = None,
     ) -> None:
         self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
+        self.model_states = batch.states
         runs = self.distribution.runs(spec, stages)
         self.stages, states = self.access.arrange(stages, batch.states, runs)
         self.batch = batch = dataclasses.replace(batch, states=states)
@@ -285,8 +288,7 @@ class ChunkedStep:
         loss, final = self.forward(return_final_kv=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
-        states_by_stage = grouped(self.batch.states, final)
-        return Result(loss, states_by_stage, self.windows, sums, self.slabs)
+        return Result(loss, grouped(self.model_states, final), self.windows, sums, self.slabs)
 
     @property
     def slabs(self) -> Mapping[int, Sequence[Slab]]:

@@ -142,6 +142,7 @@ class Call:
         carried: the state with which the call begins, or None.
         for_chunks: names of arguments that the model's own forward does not get: those that the causal LM
             around a backbone has not passed on.
+        weights: (batch, seqlen), how often each target counts (`Batch.weights`), or None.
     """
 
     model: PreTrainedModel
@@ -149,6 +150,7 @@ class Call:
     language_inputs: LanguageInputs | None = None
     carried: CarriedState | None = None
     for_chunks: frozenset[str] = frozenset()
+    weights: Tensor | None = None
 
     @property
     def past_tokens(self) -> int:
@@ -609,7 +611,8 @@ class Call:
             tensors[TOKEN_MASK] = self.mask
         divisor = self.divisor if self.has_labels else 1
         tensors, starts = self.joined(tensors)
-        return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
+        ids, targets = tensors.pop("ids"), tensors.pop("targets")
+        return Batch(ids, targets, divisor, inputs=tensors, weights=self.weights), starts
 
     @functools.cached_property
     def unknown_inputs(self) -> list[str]:

@@ -17,6 +17,7 @@ from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import Output, entropies, logprobs
+from adjoint.hf.hf_model import hidden_states, weighted_logprobs
 from adjoint.hf.model_parts import (
     MISSING,
     access_to,
@@ -25,7 +26,6 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
-from adjoint.hf.wrap import hidden_states, weighted_logprobs
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.checks import differentiable_once
 from adjoint.parallel.access import access_kind

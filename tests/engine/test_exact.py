@@ -24,6 +24,7 @@ from adjoint.layers import WINDOWED
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
+from adjoint.stack import StackCall
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
 from tests.model_helpers import (
@@ -455,7 +456,8 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     for method in (Exact(memory="8GB"), Exact(memory="1MB"), Exact(1000, memory="8GB")):
         spec = method.engine_spec(3000, 1408)
         states = model.stage_states(model.initial_state(1))
-        steps = model.steps(Batch(ids, ids, 3000, states=states), spec)
+        batch = Batch(ids, ids, 3000, states=states)
+        steps = model.step(StackCall(batch, method), batch, spec)
         steps.loss()
         chunks.append((steps.executor.grid.chunks, min(steps.tapes, steps.executor.grid.chunks)))
     assert chunks == [(1, 1), (3, 1), (3, 3)]

@@ -99,9 +99,9 @@ def test_a_second_step_asks_what_is_new() -> None:
     forward, backward = second_step()
     assert forward.total(HF) <= 440
     assert forward.total() <= 1270
-    assert len(forward.files(HF)) <= 14
-    assert len(forward.files()) <= 38
-    assert forward.kernel_frames <= 23
+    assert len(forward.files(HF)) <= 15
+    assert len(forward.files()) <= 40
+    assert forward.kernel_frames <= 24
     assert backward.total(HF) <= 215
     assert backward.total() <= 1830
 
