@@ -27,19 +27,20 @@ from adjoint.engine.chunk_size import at_most, default_chunk_size
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
-from adjoint.engine.host_weights import device_of, fetched
+from adjoint.engine.host_weights import device_of, fetched, recompute_of
 from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.model import SharedRows
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.parameter_access import REPLICA, ParameterAccess, is_replica
 from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
 from adjoint.engine.step import ChunkedStep, uncompiled
 from adjoint.engine.storage import Prefix
+from adjoint.engine.weights import REPLICA, Weights, is_replica
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
-from adjoint.formats.names import Weights, assign
+from adjoint.formats.names import Weights as StoredWeights
+from adjoint.formats.names import assign
 from adjoint.formats.transformers import from_model
 from adjoint.kernels.checks import accumulate_dtype, is_untouched, starts_in
 from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
@@ -57,7 +58,7 @@ from adjoint.layers.strands import (
 )
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method
-from adjoint.parallel.access import access_kind, access_of, refuse_sharded
+from adjoint.parallel.access import has_gathering_hooks, refuse_sharded, weights_of, weights_type
 from adjoint.parallel.context import distribution_of, group_of, ranks_of
 from adjoint.parallel.split_tensors import splits
 from adjoint.parallel.tensor import (
@@ -290,8 +291,8 @@ class Stack(nn.Module):
         Such a stage takes its chunk for the whole sequence."""
         stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
         # weights that are not on the device yet cannot be cast there
-        access = access_of(self)
-        recompute = access.recompute(recompute)
+        recompute, kind = recompute_of(self, recompute), weights_type(self)
+        is_on_device = not (kind.is_gathered or kind.copies_from_host)
         if self.is_first:
             table = self.embedding
             if isinstance(table, SplitEmbedding):
@@ -301,7 +302,7 @@ class Stack(nn.Module):
         for k in self.span:
             block: Any = self.layers[k]
             reach, grows = reach_of(self.config), block.mixer.grows
-            stages[1 + k] = Layer(block, reach, grows, recompute, access.is_on_device, whole_tokens)
+            stages[1 + k] = Layer(block, reach, grows, recompute, is_on_device, whole_tokens)
         if self.is_last:
             stages[-1] = Head(self, whole_tokens=whole_tokens)
         return stages
@@ -346,7 +347,7 @@ class Stack(nn.Module):
     def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
         is_linear = is_untouched(self.lm_head, nn.Linear)
         # looks at every parameter, which costs milliseconds for each chunk
-        is_linear = is_linear or (type(self.lm_head) is nn.Linear and access_kind(self).hooks_modules)
+        is_linear = is_linear or (type(self.lm_head) is nn.Linear and has_gathering_hooks(self))
         if not is_linear or self.lm_head.bias is not None:
             raise ValueError(
                 "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
@@ -473,7 +474,7 @@ class Stack(nn.Module):
                     "return_hidden_states: by chunks a call returns nothing else but the state: leave "
                     "labels, return_logits and sequence_group out, and make the loss of out.hidden_states"
                 )
-            if split is not None or access_kind(self).runs_backward_in_forward:
+            if split is not None or weights_type(self).is_gathered:
                 raise UserError(
                     "hidden states by chunks are of a stack in one process: give labels, whose loss works "
                     "with layers that are split or sharded"
@@ -491,11 +492,8 @@ class Stack(nn.Module):
             self._check_shared(method, labels, return_logits)
             group = group_of(sequence_group)
         if plain or batch is None:
-            access = access_of(self)
-            if torch.is_grad_enabled():
-                access.begin_plain_call()
-            weights = access.plain_weights()
-            with ModuleTensors(self).replaced(weights) if weights else contextlib.nullcontext():
+            replacements = weights_of(self).begin_plain_call() if torch.is_grad_enabled() else {}
+            with ModuleTensors(self).replaced(replacements) if replacements else contextlib.nullcontext():
                 checkpoint = method is not None and method.checkpoints_layers
                 ids, documents = self._rows_read(input_ids, seq_idx)
                 y, final = self._hidden(ids, states, documents, checkpoint, spec)
@@ -527,7 +525,7 @@ class Stack(nn.Module):
 
     def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
-        on_host = access_kind(self).copies_from_host
+        on_host = weights_type(self).copies_from_host
         return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
 
     # -------------------------------------------------------------------------- what it is to the engine
@@ -553,13 +551,14 @@ class Stack(nn.Module):
             stages[-1] = collect
         check_windows(self.config, spec)
         group = None if group is None or ranks_of(group) == 1 else group
-        access = access_of(self, None, ModuleTensors(self).restored)
+        weights = weights_of(self)
         distribution = distribution_of(group, call.prefix)
-        if group is not None and (why := access.why_not_shared(group)):
+        if group is not None and (why := weights.why_not_shared(group)):
             raise UserError(f"sequence_group: {why}")
-        access.rest()
-        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
-        access.verify(step)
+        weights.rest()
+        sweep = weights.sweep(ModuleTensors(self).restored)
+        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, sweep=sweep)
+        step.verify()
         return step
 
     def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
@@ -568,7 +567,7 @@ class Stack(nn.Module):
             return None
         if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
             return None
-        is_split = self.tensor_parallel is not None or access_kind(self).is_collective
+        is_split = self.tensor_parallel is not None or weights_type(self).is_gathered
         if is_split or not is_untouched(self.embedding, nn.Embedding):
             return None
         if len(spans := _spans(batch)) == 1:
@@ -612,8 +611,8 @@ class Stack(nn.Module):
             raise UserError(f"state, return_state: {WHOLE_SEQUENCE}, and no state goes on: leave them out")
         if group is not None:
             raise UserError(f"sequence_group: {WHOLE_SEQUENCE} in one process: leave it out")
-        kind = access_kind(self)
-        if method is not None and method.has_chunks and kind.name != ParameterAccess.name:
+        kind = weights_type(self)
+        if method is not None and method.has_chunks and kind.name != Weights.name:
             raise UserError(
                 f"{method.name}: bidirectional layers run by chunks with plain tensors as weights, and these "
                 f"are held as {kind.name}: use Backprop(checkpoint=True)"
@@ -823,7 +822,7 @@ def _read(directory: str | Path, layout: str | None = None) -> Stack:
         raise UserError(f"{directory}: {error}") from None
 
 
-def _with_weights(config: StackConfig, weights: Weights) -> Stack:
+def _with_weights(config: StackConfig, weights: StoredWeights) -> Stack:
     """Return a stack whose parameters are these tensors themselves, not copies."""
     with torch.device("meta"):
         stack = Stack(config, seed=0)

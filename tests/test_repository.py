@@ -428,7 +428,7 @@ def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> Non
 def test_methods_and_accesses_are_named_where_they_are_defined_or_picked() -> None:
     """Elsewhere their attributes are asked, not their classes. Commands and their defaults name methods."""
     methods = {method.__name__ for method in METHODS.values()} | {"Method"}
-    kinds = {kind.__name__ for kind in KINDS} - {"ParameterAccess"}
+    kinds = {kind.__name__ for kind in KINDS} - {"Weights"}
     for path in python_files("adjoint"):
         text = path.read_text()
         nodes = [*ast.walk(syntax_tree(path))]

@@ -38,7 +38,7 @@ from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes
-from adjoint.parallel.access import access_of
+from adjoint.parallel.access import weights_of
 from adjoint.parallel.agreement import (
     describe_settings,
     describe_tensors,
@@ -252,7 +252,7 @@ class PipelineWorker:
         layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
         chunked = self._step(batch, engine_spec, step)
         with autocast(spec.precision, self.device):
-            chunked.access.verify(chunked)
+            chunked.verify()
             executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
         self.windows = chunked.windows
         if step.ended is not None:
@@ -304,7 +304,7 @@ class PipelineWorker:
             engine_spec,
             self.spec.model.d_model,
             distribution=PipelineRank(self, microbatch),
-            access=access_of(self.part),
+            sweep=weights_of(self.part).sweep(),
         )
 
     def _refuse_different_parts(self) -> None:

@@ -39,10 +39,10 @@ from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.hf_model import HFModel, announce
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
-    access_kind_of,
-    access_to,
     backbone_of,
     calling_original_forwards,
+    current_weights,
+    current_weights_type,
     original_class,
 )
 from adjoint.hf.original_forward import run_original, why_original_differs
@@ -135,7 +135,7 @@ def new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Mod
 def lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
-    with wrap_state.during_call(lambda: access_to(self).abandon_call()):
+    with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
         if wrap_state.uses_original_forward:
             return call.run_original()
         if not call.has_labels:
@@ -196,7 +196,7 @@ def _without_unread_count(call: Call) -> Call:
 def _hidden_for_logits(call: Call) -> Tensor:
     """Return the hidden states (batch, seqlen, hidden_size) of a causal LM's call, differentiable."""
     wrap_state = wrap_state_or_original(call.model)
-    with wrap_state.during_call(lambda: access_to(call.model).abandon_call()):
+    with wrap_state.during_call(lambda: current_weights(call.model).abandon_call()):
         if wrap_state.method.pieces is not None:
             hidden: Tensor = backbone_of(call.model)(**call.arguments, use_cache=False)[0]
             return hidden
@@ -214,7 +214,7 @@ def backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelO
     chunks to save memory, unless it asks for a cache or is one that chunks refuse."""
     wrap_state = wrap_state_or_original(self)
     call = _with_dropped_inputs(Call(self, arguments), wrap_state.lm_call.inputs)
-    with wrap_state.during_call(lambda: access_to(self).abandon_call()):
+    with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
         is_required = self.training or torch.is_grad_enabled()
         has_pieces = wrap_state.method.pieces is not None
         if wrap_state.uses_original_forward or wrap_state.method.is_plain or call.is_chunk:
@@ -265,7 +265,7 @@ def _hidden_without_gradients(call: Call, wrap_state: WrapState, differs: bool) 
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
     if not differs:
-        if wrap_state.group is not None or access_kind_of(call.model).is_collective:
+        if wrap_state.group is not None or current_weights_type(call.model).is_gathered:
             return None
         if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
             return None
@@ -321,7 +321,7 @@ def _at_language_model(call: Call) -> Call:
     """
     if modalities := call.modalities:
         names = ", ".join(modalities)
-        if (kind := access_kind_of(call.model)).is_collective:
+        if (kind := current_weights_type(call.model)).is_gathered:
             check.refuse(call.model, f"{names}: under {kind.name} it takes text alone")
         if wrap_state_or_original(call.model).group is not None:
             check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
@@ -337,13 +337,13 @@ def _warn_not_chunked(call: Call) -> None:
         "padding between a cache and a row's tokens" if call.hides_cached_tokens else call.extra_outputs[0]
     )
     warnings.warn(f"{reason}: this call is backpropagated as if not wrapped", stacklevel=4)
-    access_to(call.model).begin_plain_call()
+    current_weights(call.model).begin_plain_call()
 
 
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
     the usual kind. Padding after a cache of keys and values alone is left to the own forward."""
-    is_alone = wrap_state.group is None and not access_kind_of(call.model).runs_backward_in_forward
+    is_alone = wrap_state.group is None and not current_weights_type(call.model).is_gathered
     return (
         call.carries_state
         and wrap_state.method.has_chunks
@@ -463,7 +463,7 @@ def _loss_by_chunks(
     if stage.hidden_states is not None and stage.hidden_states.hidden is not None:
         hidden = stage.hidden_states.hidden
         hidden = hidden.reshape(len(call.ids), -1, hidden.shape[-1])[:, call.logits_index]
-        logits = access_to(model).run(lambda: logits_by_slices(model, hidden))
+        logits = current_weights(model).run(lambda: logits_by_slices(model, hidden))
     if not isinstance(stage.router, RouterLoss):
         return LossOutput(loss=result.loss, logits=logits, **{CACHE_FIELD: cache})
     router_loss = stage.router.loss(result.sums[0])
@@ -483,8 +483,8 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
             "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
             "LM, whose loss is shared",
         )
-    kind = access_kind_of(model)
-    if kind.runs_backward_in_forward and torch.is_grad_enabled():
+    kind = current_weights_type(model)
+    if kind.is_gathered and torch.is_grad_enabled():
         check.refuse(
             model,
             f"under {kind.name} a chunk's backward runs inside the forward, before a loss of hidden states "
@@ -515,7 +515,7 @@ def _loss_by_mini_sequence(call: Call) -> LossOutput:
     description = f"MiniSequence: MLPs ({len(mlps)}) in {pieces.mlps} pieces, the head in {pieces.head}"
     announce(verification, lambda: description)
     with calling_original_forwards(model):
-        total = access_to(model).run(lambda: mini_sequence.total_loss(call, pieces, mlps))
+        total = current_weights(model).run(lambda: mini_sequence.total_loss(call, pieces, mlps))
     _check_model_in_backward(total, verification)
     divisor = call.divisor
     divisor = divisor.to(total.device) if isinstance(divisor, Tensor) else divisor

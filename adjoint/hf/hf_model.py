@@ -16,11 +16,11 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.model import SharedRows
-from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.runner import chunk_losses as losses_of_chunks
 from adjoint.engine.runner import last_hidden, run_hidden
 from adjoint.engine.shared_prefix import Beginning, Segment
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.verification import TOKENS
 from adjoint.errors import LOGGER, is_heard
 from adjoint.hf import check
@@ -69,7 +69,7 @@ class HFModel:
         regular = verification.chunk_spec(batch.ids, starts)
         spec = move_edges_out_of_blocks(call.model, regular, batch) if batch.inputs else regular
         drops = regular.backward.drop_every is not None
-        if spec is not regular and (drops or verification.holding.kind.is_collective or group is not None):
+        if spec is not regular and (drops or verification.holding.kind.is_gathered or group is not None):
             check.refuse(
                 call.model,
                 "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
@@ -137,7 +137,7 @@ def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
 
 def _backward_context(verification: Verification) -> ContextFactory:
     """Return a context for the backward: the model as it is now, locked against other threads."""
-    if not torch.is_grad_enabled() or verification.holding.kind.runs_backward_in_forward:
+    if not torch.is_grad_enabled() or verification.holding.kind.is_gathered:
         return contextlib.nullcontext
     lock, forward_state = (
         verification.wrap_state.lock,

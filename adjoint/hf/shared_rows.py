@@ -23,7 +23,7 @@ from adjoint.hf.call import Call
 from adjoint.hf.chunk_context import has_embedding_noise
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
-from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
+from adjoint.hf.model_parts import backbone_of, calling_original_forwards, current_weights
 from adjoint.hf.stage import Backbone, CallContext
 from adjoint.hf.trial_copy import example_tokens
 from adjoint.hf.verification import Verification
@@ -41,7 +41,7 @@ def segments_of(call: Call, verification: Verification) -> SharedRows | None:
     if method.memory is not None:
         return None
     holding = verification.holding
-    if wrap_state.group is not None or holding.kind.is_collective or holding.tensor_parallel_groups:
+    if wrap_state.group is not None or holding.kind.is_gathered or holding.tensor_parallel_groups:
         return None
     # The state of the caller's is one per row; logits are gathered from full rows; a router's loss counts
     # each row's tokens; other inputs may differ where the ids are the same.
@@ -159,7 +159,7 @@ def _draws_random_numbers(verification: Verification) -> bool:
     ):
         before = stage.randomness.states()
         cache = copy.copy(verification.parts.cache)
-        access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
+        current_weights(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
         return stage.randomness.have_drawn(before)
 
 

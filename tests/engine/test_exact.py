@@ -309,13 +309,13 @@ def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str
 def test_no_chunk_looks_at_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of many layers would take the host milliseconds for it, in each chunk."""
     model, ids, calls = make_model("mamba"), make_ids(1, 40), [0]
-    access_kind = stack.access_kind
+    weights_type = stack.weights_type
 
     def counted(module: nn.Module) -> Any:
         calls[0] += 1
-        return access_kind(module)
+        return weights_type(module)
 
-    monkeypatch.setattr(stack, "access_kind", counted)
+    monkeypatch.setattr(stack, "weights_type", counted)
     counts = []
     for chunk_size in (20, 4):
         calls[0] = 0
