@@ -9,7 +9,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ from adjoint.hf.verification import (
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 
 # Takes a module through which calls enter, and the call's arguments by name.
-EntryForward = Callable[[PreTrainedModel, dict[str, Any]], ModelOutput | tuple[Tensor, ...]]
+EntryForward = Callable[[PreTrainedModel, dict[str, object]], ModelOutput | tuple[Tensor, ...]]
 # Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
 LONG_FORWARD = 8192
 
@@ -132,7 +132,7 @@ def new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Mod
 
 
 @uncompiled
-def lm_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
+def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the causal LM: with labels its loss by the method, otherwise transformers' forward."""
     call, wrap_state = Call(self, arguments), wrap_state_or_original(self)
     with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
@@ -204,7 +204,7 @@ def _hidden_for_logits(call: Call) -> Tensor:
 
 
 @uncompiled
-def backbone_forward(self: PreTrainedModel, arguments: dict[str, Any]) -> ModelOutput | tuple[Tensor, ...]:
+def backbone_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutput | tuple[Tensor, ...]:
     """Run the backbone: its hidden states by the method, or transformers' forward.
 
     The method applies where gradients are on, in training without them too (as for a reference model), and

@@ -1,4 +1,4 @@
-"""The model: embedding → residual stack of state-space layers → norm → head.
+"""`Stack`: a language model of state-space layers, and the routes of its calls.
 
 It is plain single-device code: a method (`adjoint.methods`) decides how its backward runs, `adjoint.cluster`
 who owns which part of it."""
@@ -6,70 +6,42 @@ who owns which part of it."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
 from adjoint.documents import document_numbers
-from adjoint.engine import shared_prefix
 from adjoint.engine.bidirectional import block_by_chunks
-from adjoint.engine.chunk_size import at_most, default_chunk_size
-from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.hidden_states import CollectHiddenStates
-from adjoint.engine.host_weights import device_of, fetched, recompute_of
 from adjoint.engine.late_gradient import refusing_gradient
-from adjoint.engine.model import SharedRows
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.runner import run_hidden, run_loss
-from adjoint.engine.shared_prefix import Beginning, Rows, Segment
-from adjoint.engine.stage import Embedding, Head, Layer, Stage, check_windows
-from adjoint.engine.step import ChunkedStep, uncompiled
-from adjoint.engine.storage import Prefix
+from adjoint.engine.step import uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
 from adjoint.errors import UserError
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights as StoredWeights
 from adjoint.formats.names import assign
 from adjoint.formats.transformers import from_model
-from adjoint.kernels.checks import accumulate_dtype, is_untouched, starts_in
-from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.kernels.gated import products_kept
-from adjoint.layers import Block, StackConfig, State
-from adjoint.layers.init import draw_seed, drawn_from
-from adjoint.layers.mixer import reach_of
-from adjoint.layers.norm import RMSNorm
+from adjoint.layers import StackConfig, State
 from adjoint.layers.strands import (
     both_strands,
     complement_of,
-    in_reading_order,
     joined_strands,
-    joined_weight,
 )
-from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method
-from adjoint.parallel.access import has_gathering_hooks, refuse_sharded, weights_of, weights_type
-from adjoint.parallel.context import distribution_of, group_of, ranks_of
-from adjoint.parallel.split_tensors import splits
-from adjoint.parallel.tensor import (
-    SplitEmbedding,
-    SplitEmbeddingStage,
-    TensorParallel,
-    reads_windows,
-)
+from adjoint.parallel.access import weights_of, weights_type
+from adjoint.parallel.context import group_of
+from adjoint.stack.chunked import ChunkedStack, StackCall
+from adjoint.stack.modules import WHOLE_SEQUENCE
 
 _run_loss, _run_hidden = uncompiled(run_loss), uncompiled(run_hidden)
-WHOLE_SEQUENCE = "layers that read in both directions (model.bidirectional) need the whole sequence"
 
 
 @dataclasses.dataclass
@@ -93,23 +65,7 @@ class StackOutput:
     hidden_states: Tensor | None = None
 
 
-class StackCall(NamedTuple):
-    """A call of a `Stack` by chunks.
-
-    Attributes:
-        batch: with a state for each stage (`Stack.stage_states`).
-        method: which has chunks.
-        has_state: whether it begins with states of the caller's, or of an earlier call.
-        prefix: keys and values of the tokens before it that an earlier step has stored, or None.
-    """
-
-    batch: Batch
-    method: Method
-    has_state: bool = False
-    prefix: Prefix | None = None
-
-
-class Stack(nn.Module):
+class Stack(ChunkedStack):
     """A language model of state-space layers. Each call chooses its backward pass by `method=`.
 
     There is no dropout: chunks are recomputed, and the state-space literature this follows does not use it.
@@ -124,282 +80,6 @@ class Stack(nn.Module):
         tensor_parallel: where each weight is, if ranks split the stack (`parallelize`).
     """
 
-    tensor_parallel: TensorParallel | None = None
-
-    def __init__(self, config: StackConfig, seed: int | None = None) -> None:
-        super().__init__()
-        self.config, self.span = config, range(config.n_layer)
-        seed = draw_seed() if seed is None else seed
-        with torch.random.fork_rng(devices=[]):  # modules draw weights when made; drawn again below
-            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-            self.layers = nn.ModuleList(Block(config, k) for k in self.span)
-            self.norm_f = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
-            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.embedding.weight
-        self.reset_parameters(seed)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the embedding is here."""
-        return self.span.start == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether norm and head are here."""
-        return self.span.stop == self.config.n_layer
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """Whether layers read in both directions, and tokens predict their own labels."""
-        return self.config.bidirectional is not None
-
-    def split(self, span: range) -> Stack:
-        """Return a part of this stack: the layers `span`.
-
-        The embedding is in it if the first layer is, norm and head if the last one is. It shares this stack's
-        parameters, under the same names; pass-through modules stand in for the other layers."""
-        partial_stack = copy.copy(self)
-        partial_stack._modules, partial_stack.span = dict(self._modules), span
-        partial_stack.layers = nn.ModuleList(
-            layer if k in span else nn.Identity() for k, layer in enumerate(self.layers)
-        )
-        for name, is_present in (
-            ("embedding", partial_stack.is_first),
-            ("norm_f", partial_stack.is_last),
-            ("lm_head", partial_stack.is_last),
-        ):
-            if not is_present:
-                partial_stack._modules[name] = None
-        return partial_stack
-
-    @torch.no_grad()
-    def parallelize(
-        self, group: object, setting: str = "tensor_group", *, same_weights: bool = False
-    ) -> None:
-        """Split the stack over the ranks of a group by tensor and sequence parallelism, in place.
-
-        All ranks call this, with stacks of the same sizes. Afterwards they call the stack with the same rows.
-        Each has the whole's loss; gradients, states and `named_parameters` are its own parts
-        (`tensor_parallel.gather` makes them whole). Make the optimizer afterwards, too.
-
-        A layer that cannot be split is run by every rank whole: a user's own class, a dense A.
-
-        Args:
-            group: a `ProcessGroup`, or a `DeviceMesh` of one dimension.
-            setting: the group's name in error messages.
-            same_weights: whether the ranks' weights are the same already; else the first rank's are sent to
-                the others.
-
-        Raises:
-            UserError: the number of ranks does not divide the heads or channels of a layer, or exceeds the
-                number of token ids; `fully_shard` has sharded the stack; or its layers read in both
-                directions.
-        """
-        if self.is_bidirectional:
-            raise UserError(
-                f"{setting}: ranks do not split a bidirectional stack: train it in one process, or with "
-                "DistributedDataParallel or fully_shard"
-            )
-        ranks = group_of(group, setting)
-        if self.tensor_parallel is not None:
-            raise UserError(f"{setting}: the stack is split already")
-        refuse_sharded(self)
-        if ranks_of(ranks) == 1:
-            return
-        if ranks_of(ranks) > self.config.vocab_size:
-            raise UserError(
-                f"{setting}: {ranks_of(ranks)} ranks split {self.config.vocab_size} token ids (vocab_size): "
-                "take at most as many ranks"
-            )
-        split, is_tied = TensorParallel(ranks), self.config.tie_embeddings
-        for k, block in zip(self.span, self.blocks(), strict=True):
-            try:
-                split.check(block)
-            except ValueError as error:
-                raise UserError(f"{setting}: layer {k} ({self.config.mixers[k]}): {error}") from None
-        for tensor in () if same_weights else (*self.parameters(), *self.buffers()):
-            dist.broadcast(tensor, group=ranks, group_src=0)
-        for k, block in zip(self.span, self.blocks(), strict=True):
-            split.block(block, f"layers.{k}.")
-        if self.is_first:
-            self.embedding = split.embedding(self.embedding)
-        if self.is_last:
-            tied = self.embedding if is_tied and self.is_first else None
-            self.lm_head = split.head(self.norm_f, self.lm_head, tied)
-        splits.update((parameter, split.placements[name]) for name, parameter in self.named_parameters())
-        self.tensor_parallel = split
-
-    @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights again, from the distributions that mamba-ssm uses."""
-        seed = draw_seed() if seed is None else seed
-        config = self.config
-        for k, block in zip(self.span, self.blocks(), strict=True):
-            with drawn_from(seed, k):
-                block.reset_parameters()
-        if self.is_first or (self.is_last and config.tie_embeddings):
-            with drawn_from(seed, config.n_layer):
-                table = self.embedding if self.is_first else self.lm_head
-                nn.init.normal_(table.weight, std=config.initializer_range)
-        if self.is_last:
-            self.norm_f.reset_parameters()
-            if not config.tie_embeddings:
-                with drawn_from(seed, config.n_layer + 1):
-                    self.lm_head.reset_parameters()
-
-    def num_parameters(self, embeddings: bool = True) -> int:
-        """Return the number of parameters of the whole model, tied ones once.
-
-        Args:
-            embeddings: False leaves out the embedding.
-        """
-        split = self.tensor_parallel
-        sizes = {
-            name: p.numel() if split is None else math.prod(split.placements[name].shape)
-            for name, p in self.named_parameters()
-        }
-        return sum(sizes.values()) - (0 if embeddings else sizes["embedding.weight"])
-
-    # ------------------------------------------------------------------------- pieces that the engine runs
-
-    def blocks(self) -> list[Block]:
-        """Return the layers that are here."""
-        return [self.layers[k] for k in self.span]  # type: ignore[misc]
-
-    def stages(self, recompute: str = "none", whole_tokens: bool = False) -> list[Stage | None]:
-        """Return the engine's stages: embedding, one per layer, head; None for those that are not here.
-
-        Args:
-            recompute: as in `Exact`.
-            whole_tokens: whether, of a split stack, every rank has all tokens of the residual stream, as
-                windows need them; else each has its own.
-
-        Raises:
-            UserError: layers read in both directions.
-        """
-        if self.is_bidirectional:
-            raise UserError(
-                f"{WHOLE_SEQUENCE}, and no chunk passes through all of them: call the stack in one process, "
-                "with method=adjoint.Exact() or adjoint.Backprop()"
-            )
-        return self.all_stages(recompute, whole_tokens)
-
-    def all_stages(self, recompute: str = "none", whole_tokens: bool = False) -> list[Stage | None]:
-        """Return `stages`, also of layers that read in both directions, to be counted and timed.
-
-        Such a stage takes its chunk for the whole sequence."""
-        stages: list[Stage | None] = [None] * (self.config.n_layer + 2)
-        # weights that are not on the device yet cannot be cast there
-        recompute, kind = recompute_of(self, recompute), weights_type(self)
-        is_on_device = not (kind.is_gathered or kind.copies_from_host)
-        if self.is_first:
-            table = self.embedding
-            if isinstance(table, SplitEmbedding):
-                stages[0] = SplitEmbeddingStage(table, whole_tokens)
-            else:
-                stages[0] = Embedding(table)
-        for k in self.span:
-            block: Any = self.layers[k]
-            reach, grows = reach_of(self.config), block.mixer.grows
-            stages[1 + k] = Layer(block, reach, grows, recompute, is_on_device, whole_tokens)
-        if self.is_last:
-            stages[-1] = Head(self, whole_tokens=whole_tokens)
-        return stages
-
-    def stage_states(self, states: Sequence[State]) -> list[State]:
-        """Return one state per stage, from `states`, one per layer that is here; () for all other stages."""
-        states_by_layer = dict(zip(self.span, states, strict=True))
-        return [(), *(states_by_layer.get(k, ()) for k in range(self.config.n_layer)), ()]
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """(batch, seqlen) int64 → y_0 (batch, seqlen, d_model); of a split stack, this rank's tokens."""
-        return self.embedding(input_ids)
-
-    def head_loss(
-        self,
-        y: Tensor,
-        targets: Tensor,
-        parameters: Sequence[Tensor] | None = None,
-        whole_tokens: bool = False,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Return the summed loss of y_K (batch, seqlen, d_model) against shifted targets (batch, seqlen).
-
-        Args:
-            parameters: used in the place of `head_parameters`.
-            whole_tokens: as in `stages`; y_K of a split stack has this rank's tokens without it.
-            weights: (batch, seqlen), how often each target counts; None for once.
-
-        Raises:
-            ValueError: lm_head or norm_f is more than its weight.
-        """
-        modules = self.norm_f, self.lm_head
-        if parameters is not None:
-            replacements = dict(zip(self.head_parameters(), parameters, strict=True))
-            with contextlib.ExitStack() as in_place:
-                for module in modules:
-                    in_place.enter_context(ModuleTensors(module).replaced(replacements))
-                return self.head_loss(y, targets, whole_tokens=whole_tokens, weights=weights)
-        with fetched(*modules):
-            return self._head_loss(y, targets, whole_tokens, weights)
-
-    def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
-        is_linear = is_untouched(self.lm_head, nn.Linear)
-        # looks at every parameter, which costs milliseconds for each chunk
-        is_linear = is_linear or (type(self.lm_head) is nn.Linear and has_gathering_hooks(self))
-        if not is_linear or self.lm_head.bias is not None:
-            raise ValueError(
-                "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
-                f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"
-            )
-        if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
-            raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
-        split = self.tensor_parallel
-        if split is None:
-            normalised = self.norm_f(y)
-        elif whole_tokens:
-            normalised = self.norm_f(copy_to_ranks(y, split.group))
-        else:
-            normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
-        shard = None if split is None else split.vocabulary_shard
-        normalised = joined_strands(normalised) if self.config.strands == 2 else normalised
-        return linear_cross_entropy(normalised, self.head_weight(), targets, shard=shard, weights=weights)
-
-    def head_weight(self) -> Tensor:
-        """Return what multiplies the hidden states after the last norm: lm_head's weight, for both strands
-        with `complement_map`."""
-        complement = complement_of(self.config, self.lm_head.weight.device)
-        weight = self.lm_head.weight
-        return weight if complement is None else joined_weight(weight, complement)
-
-    def head_parameters(self) -> list[Tensor]:
-        """Return the parameters that `head_loss` reads."""
-        return [self.norm_f.weight, self.lm_head.weight]
-
-    def logits(self, y: Tensor) -> Tensor:
-        """(batch, seqlen, d_model) → (batch, seqlen, vocab_size), also of a split stack or two strands."""
-        logits, split = self.lm_head(self.norm_f(y)), self.tensor_parallel
-        if (complement := complement_of(self.config, y.device)) is not None:
-            strand, reverse = in_reading_order(logits)
-            return strand + reverse[..., complement]
-        return logits if split is None else split.all_ids(logits)
-
-    def all_tokens(self, y: Tensor, seqlen: int) -> Tensor:
-        """Return y_K of all tokens; it is already, unless the stack is split."""
-        return y if self.tensor_parallel is None else gather_tokens(y, self.tensor_parallel.group, seqlen)
-
-    def initial_state(self, batch: int) -> list[State]:
-        """Return zero states for `batch` rows: one tuple per layer that is here.
-
-        They are float32, in a float64 model float64."""
-        weight = next(self.parameters())
-        dtype = accumulate_dtype(weight.dtype)
-        return [block.mixer.initial_state(batch, dtype, device_of(self)) for block in self.blocks()]
-
-    # -------------------------------------------------------------------------------------------------------
-    # use
-
     def forward(
         self,
         input_ids: Tensor,
@@ -410,7 +90,7 @@ class Stack(nn.Module):
         return_state: bool = False,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        sequence_group: Any = None,
+        sequence_group: object = None,
         return_hidden_states: bool = False,
     ) -> StackOutput:
         """Return the mean loss of a batch of sequences; without labels, its logits by plain autograd.
@@ -479,8 +159,8 @@ class Stack(nn.Module):
                     "hidden states by chunks are of a stack in one process: give labels, whose loss works "
                     "with layers that are split or sharded"
                 )
-            whole = Batch(input_ids, input_ids, 1, seq_idx, self.stage_states(states), is_shifted=False)
-            hidden = _run_hidden(self, StackCall(whole, method, state is not None), return_state)
+            batch = Batch(input_ids, input_ids, 1, seq_idx, self.stage_states(states), is_shifted=False)
+            hidden = _run_hidden(self, StackCall(batch, method, state is not None), return_state)
             final = hidden.states[1:-1] if return_state else None
             return StackOutput(hidden_states=self.norm_f(hidden.hidden), state=final)
         if labels is None and not plain and torch.is_grad_enabled():
@@ -522,74 +202,6 @@ class Stack(nn.Module):
         if return_state:
             output.state = final if split is None else split.final_states(final)
         return output
-
-    def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
-        """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
-        on_host = weights_type(self).copies_from_host
-        return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
-
-    # -------------------------------------------------------------------------- what it is to the engine
-    # (`engine.model.ChunkedModel`)
-
-    def cut(self, call: StackCall, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
-        batch, method = call.batch, call.method
-        default = self.default_chunk_size(batch.ids, method)
-        if group is not None:
-            default = at_most(default, batch.seqlen, ranks_of(group))
-        return batch, method.engine_spec(batch.seqlen, default)
-
-    def step(
-        self,
-        call: StackCall,
-        batch: Batch,
-        spec: EngineSpec,
-        group: dist.ProcessGroup | None = None,
-        collect: CollectHiddenStates | None = None,
-    ) -> ChunkedStep:
-        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
-        if collect is not None:
-            stages[-1] = collect
-        check_windows(self.config, spec)
-        group = None if group is None or ranks_of(group) == 1 else group
-        weights = weights_of(self)
-        distribution = distribution_of(group, call.prefix)
-        if group is not None and (why := weights.why_not_shared(group)):
-            raise UserError(f"sequence_group: {why}")
-        weights.rest()
-        sweep = weights.sweep(ModuleTensors(self).restored)
-        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, sweep=sweep)
-        step.verify()
-        return step
-
-    def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
-        batch, method = call.batch, call.method
-        if call.has_state or not method.share_prefixes or method.memory is not None:
-            return None
-        if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
-            return None
-        is_split = self.tensor_parallel is not None or weights_type(self).is_gathered
-        if is_split or not is_untouched(self.embedding, nn.Embedding):
-            return None
-        if len(spans := _spans(batch)) == 1:
-            return None
-        targets, lengths = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
-        ids = shared_prefix.take_from(batch.ids, spans)
-        segments = shared_prefix.plan(Rows(ids, targets, [0] * len(spans), lengths, lengths))
-        if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
-            return None
-        shared_prefix.announce(self, segments, batch.ids.numel())
-        return SharedRows(segments, lengths, batch.ids.shape)
-
-    def segment_call(self, call: StackCall, segment: Segment, beginning: Beginning | None) -> StackCall:
-        batch, spans = call.batch, _spans(call.batch)
-        ids = shared_prefix.take_from(batch.ids, spans)(segment.rows, segment.start, segment.stop)
-        labels, weights = shared_prefix.targets_of(segment, _targets_in(batch, spans))
-        states = self.stage_states(self.initial_state(len(ids))) if beginning is None else beginning.states
-        inner = Batch(ids, labels, batch.divisor, states=states, weights=weights)
-        return StackCall(inner, call.method, True, None if beginning is None else beginning.prefix)
-
-    def join_prefixes(self) -> None:
-        raise AssertionError("a stack's attention reads keys and values where they are")
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
         """Raise a UserError for a call that a sequence_group cannot share."""
@@ -786,19 +398,6 @@ class Stack(nn.Module):
                 the folder is a run, or one of transformers.
         """
         return _read(directory, "mamba-ssm")
-
-
-def _spans(batch: Batch) -> list[range]:
-    """Return the tokens of each row, or of each packed document, counted through all rows."""
-    starts = [[0]] * batch.rows if batch.seq_idx is None else starts_in(batch.seq_idx)
-    return shared_prefix.spans_of(starts, batch.seqlen)
-
-
-def _targets_in(batch: Batch, spans: Sequence[range]) -> shared_prefix.Take:
-    """Return the function that reads a batch's shifted labels by rows, or by documents."""
-    if batch.seq_idx is not None:
-        return shared_prefix.take_from(batch.targets, spans)
-    return lambda rows, start, stop: batch.chunk(start, stop).targets[list(rows)]
 
 
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
