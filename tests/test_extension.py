@@ -32,7 +32,7 @@ from adjoint.engine.tile import Gradients, Pullback
 from adjoint.engine.weights import Weights
 from adjoint.formats import FILE_FORMATS, FORMATS
 from adjoint.formats.format import FileFormat, StackFormat
-from adjoint.methods import Method
+from adjoint.methods import Method, wrapped_spec
 from adjoint.parallel import access
 from tests.formats.test_pretrained import as_run
 from tests.hf.hf_models import float64_throughout, make
@@ -189,11 +189,10 @@ class Halves(Method):
 
     name: ClassVar[str] = "halves"
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
+        if documents is not None:
+            return wrapped_spec(self, seqlen, default, documents)
         return EngineSpec(chunk_size=-(-seqlen // 2))
-
-    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
-        return dataclasses.replace(self.engine_spec(seqlen, default), documents=documents, least=2)
 
 
 def test_a_method_of_a_stack_and_of_a_wrapped_model() -> None:

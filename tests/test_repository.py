@@ -24,7 +24,7 @@ from adjoint import releases
 from adjoint.engine.model import ChunkedModel
 from adjoint.engine.sweep import Sweep
 from adjoint.engine.weights import Weights
-from adjoint.methods import METHODS
+from adjoint.methods import METHODS, Method
 from adjoint.parallel.access import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -428,7 +428,7 @@ def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> Non
                 assert not is_engine_object, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize(("contract", "most"), [(ChunkedModel, 8), (Weights, 14), (Sweep, 15)])
+@pytest.mark.parametrize(("contract", "most"), [(ChunkedModel, 8), (Weights, 14), (Sweep, 15), (Method, 12)])
 def test_a_contract_stays_small(contract: type, most: int) -> None:
     """Whoever writes a model, a way to hold weights or a way to sweep has to read all of it."""
     members = {name for cls in contract.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}

@@ -164,7 +164,7 @@ class PipelineWorker:
 
     def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
         """Return the model's stages, None for those of other shards."""
-        return self.part.stages(self.spec.method.recompute, reads_windows(engine_spec))
+        return self.part.stages(self.spec.method.storage.recompute, reads_windows(engine_spec))
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
         """Return each stage's state before a sequence, from this shard's; None means zeros."""
@@ -478,7 +478,7 @@ class PipelineWorker:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
             method = self.spec.method
-            default = default_chunk_size(self.part, ids, method.recompute, method.checkpoints)
+            default = default_chunk_size(self.part, ids, method.storage.recompute, method.storage.checkpoints)
         return self.spec.layout.chunk_size(self.spec.method, seqlen, default)
 
     def picked_windows(self) -> list[int] | None:

@@ -70,6 +70,7 @@ from adjoint.hf.verification import (
     verify_pieces,
 )
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
+from adjoint.methods import is_plain
 
 # Takes a module through which calls enter, and the call's arguments by name.
 EntryForward = Callable[[PreTrainedModel, dict[str, object]], ModelOutput | tuple[Tensor, ...]]
@@ -142,8 +143,9 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
             return _lm_without_labels(call, wrap_state)
         method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
         is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
-        if method.is_plain or is_extra or (has_pieces and call.logits_index is not None):
-            if is_extra and not method.is_plain:
+        runs_plainly = not (method.has_chunks or has_pieces)
+        if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
+            if is_extra and not runs_plainly:
                 _warn_not_chunked(call)
             with calling_original_forwards(self):
                 return call.run_original()
@@ -217,7 +219,7 @@ def backbone_forward(self: PreTrainedModel, arguments: dict[str, object]) -> Mod
     with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
         is_required = self.training or torch.is_grad_enabled()
         has_pieces = wrap_state.method.pieces is not None
-        if wrap_state.uses_original_forward or wrap_state.method.is_plain or call.is_chunk:
+        if wrap_state.uses_original_forward or is_plain(wrap_state.method) or call.is_chunk:
             return call.run_original()
         difference = why_original_differs(call)
         with_gradients = self.training and torch.is_grad_enabled()

@@ -102,7 +102,7 @@ class HFModel:
             self.stage = (Backbone if collect is not None else WeightedLogProbs)(
                 call.model,
                 verification.slots,
-                recompute=verification.wrap_state.method.recompute,
+                recompute=verification.wrap_state.method.storage.recompute,
                 fetches=verification.fetches,
                 router=RouterLogits() if self.with_router_logits and call.kind.routed else None,
                 context=context,

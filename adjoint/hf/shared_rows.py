@@ -38,7 +38,7 @@ def segments_of(call: Call, verification: Verification) -> SharedRows | None:
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if method.memory is not None:
+    if method.storage.memory is not None:
         return None
     holding = verification.holding
     if wrap_state.group is not None or holding.kind.is_gathered or holding.tensor_parallel_groups:

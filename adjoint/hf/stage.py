@@ -421,7 +421,7 @@ class CausalLM(Backbone):
         return CausalLM(
             model,
             slots,
-            recompute=method.recompute,
+            recompute=method.storage.recompute,
             fetches=fetches,
             context=context or CallContext.from_call(call),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,

@@ -140,7 +140,7 @@ def gradient_functions(
 
     # With a memory budget several tapes are alive at once. The trial has two, to find layers that recompute
     # from the latest chunk's values.
-    tapes = 1 if method.memory is None else 2
+    tapes = 1 if method.storage.memory is None else 2
     spec = dataclasses.replace(TRIAL_SPEC, storage=Storage(tapes=tapes))
 
     def step_by_chunks(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
@@ -149,7 +149,7 @@ def gradient_functions(
         cut_spec = move_edges_out_of_blocks(model, spec, batch)
         if not kind.loss:
             context = CallContext.from_call(call, call.padding)
-            backbone = Backbone(model, slots, recompute=method.recompute, context=context)
+            backbone = Backbone(model, slots, recompute=method.storage.recompute, context=context)
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)
         return make_step([stage], batch, cut_spec, group=SINGLE_RANK if kind.shared else None)

@@ -210,9 +210,9 @@ class Verification:
         method, group, (rows, seqlen) = self.wrap_state.method, self.wrap_state.group, ids.shape[:2]
         size = method.chunk_size
         if size is None:
-            size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
+            size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.storage.checkpoints)
             size = size if group is None else at_most(size, seqlen, ranks_of(group))
-        return method.model_spec(seqlen, size, starts)
+        return method.engine_spec(seqlen, size, starts)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

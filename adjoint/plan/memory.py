@@ -524,7 +524,7 @@ def _memory_in_both_directions(setup: Setup) -> Memory:
     config, machine, storage = setup.model.source, setup.machine, setup.spec.storage
     span, is_plain, checkpoint = range(setup.model.n_layer), setup.plain_autograd, False
     if is_plain:
-        checkpoint = setup.method.checkpoints_layers
+        checkpoint = setup.method.storage.keep == "inputs"
     parts = dict.fromkeys(PARTS, 0) | weights(setup, span, True, True)
     parts["ids"] = 2 * 8 * setup.batch * setup.seqlen
     parts["states"] = 0 if is_plain else sum(map(setup.state, span)) * edges_of(setup)

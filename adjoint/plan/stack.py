@@ -112,7 +112,7 @@ class StackModel(Model):
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         rows, seqlen = size
         states = sum(layer.state for layer in self.layers) * machine.element / self.source.strands
-        activations: float = kept_bytes(self.source, element, method.recompute)
+        activations: float = kept_bytes(self.source, element, method.storage.recompute)
         if self.source.bidirectional is not None:  # one layer's activations at a time
             check_bidirectional_method(method)
             activations, rows = activations / self.n_layer, rows * self.source.strands
@@ -122,7 +122,9 @@ class StackModel(Model):
             width=self.source.d_model,
             weights_on_host=machine.weights_on_host,
         )
-        default = chunk_size_for(sizes, rows, seqlen, machine.kind, machine.memory, method.checkpoints)
+        default = chunk_size_for(
+            sizes, rows, seqlen, machine.kind, machine.memory, method.storage.checkpoints
+        )
         spec = method.engine_spec(seqlen, layout.chunk_size(method, seqlen, default))
         check_windows(self.source, spec)
         if self.source.bidirectional is not None and method.has_chunks:  # scans keep no tapes

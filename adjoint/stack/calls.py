@@ -35,7 +35,7 @@ from adjoint.layers.strands import (
     complement_of,
     joined_strands,
 )
-from adjoint.methods import Method, check_bidirectional_method, check_stack_method
+from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import group_of
 from adjoint.stack.chunked import ChunkedStack, StackCall
@@ -147,7 +147,7 @@ class Stack(ChunkedStack):
         if labels is not None:
             predicts_next = not self.is_bidirectional
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states), predicts_next)
-        output, plain = StackOutput(), method is None or method.is_plain or self.is_bidirectional
+        output, plain = StackOutput(), method is None or is_plain(method) or self.is_bidirectional
         if method is not None and not plain and return_hidden_states:
             if labels is not None or return_logits or sequence_group is not None:
                 raise UserError(
@@ -174,7 +174,7 @@ class Stack(ChunkedStack):
         if plain or batch is None:
             replacements = weights_of(self).begin_plain_call() if torch.is_grad_enabled() else {}
             with ModuleTensors(self).replaced(replacements) if replacements else contextlib.nullcontext():
-                checkpoint = method is not None and method.checkpoints_layers
+                checkpoint = method is not None and is_plain(method) and method.storage.keep == "inputs"
                 ids, documents = self._rows_read(input_ids, seq_idx)
                 y, final = self._hidden(ids, states, documents, checkpoint, spec)
                 if batch is not None:

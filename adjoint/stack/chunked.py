@@ -52,8 +52,8 @@ class ChunkedStack(StackModules):
 
     def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
-        on_host = weights_type(self).copies_from_host
-        return default_chunk_size(self, input_ids, method.recompute, method.checkpoints, on_host)
+        on_host, storage = weights_type(self).copies_from_host, method.storage
+        return default_chunk_size(self, input_ids, storage.recompute, storage.checkpoints, on_host)
 
     def cut(self, call: StackCall, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
         batch, method = call.batch, call.method
@@ -87,7 +87,7 @@ class ChunkedStack(StackModules):
 
     def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
         batch, method = call.batch, call.method
-        if call.has_state or not method.share_prefixes or method.memory is not None:
+        if call.has_state or not method.share_prefixes or method.storage.memory is not None:
             return None
         if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
             return None

@@ -291,8 +291,8 @@ class PretrainedLM(LanguageModel):
         from adjoint.hf.verification import verification_of
 
         sizes, device = verification_of(self.module).sizes, device_of(self.module)
-        default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
-        return self.method.model_spec(seqlen, default).chunk_size
+        default = chunk_size_on(device, sizes, batch, seqlen, self.method.storage.checkpoints)
+        return self.method.engine_spec(seqlen, default, (0,)).chunk_size
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object

@@ -550,7 +550,7 @@ def test_a_process_with_one_token_has_one_chunk(seqlen: int) -> None:
             return max(chunks, 1), max(negative_limit, -1)
 
     ids = torch.zeros(2, seqlen, dtype=torch.long)
-    spec = align_chunks(Ranks(), Batch(ids, ids), METHOD.model_spec(seqlen, 16))
+    spec = align_chunks(Ranks(), Batch(ids, ids), METHOD.engine_spec(seqlen, 16, (0,)))
     assert spec.cuts(seqlen) == (0, seqlen)
 
 
