@@ -33,6 +33,7 @@ from adjoint.engine.schedule import Owners, Recv, Schedule, Send
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
+from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
 from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
@@ -49,7 +50,6 @@ from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
-from adjoint.plan.schedule import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.stack import Stack
 from adjoint.train.carried_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file

@@ -11,6 +11,7 @@ from torch import nn
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes, state_numel
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage, check_windows, costs_of
+from adjoint.engine.worker_rules import CutModel
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.bidirectional import directions_of
@@ -20,7 +21,7 @@ from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, widt
 from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.stack import Stack
 from adjoint.train.config import plain
-from adjoint.train.layout import CutModel, Layout
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
 
 if TYPE_CHECKING:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from adjoint.engine.chunk_size import at_most
+from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
-
-
-class CutModel(Protocol):
-    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
-
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def costs(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from adjoint.engine.layer_run import LayerRun
 from adjoint.engine.schedule import Owners, Recv, Run, Send
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
-from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.stack import StackCall
 from tests.cluster.threads import split
 from tests.model_helpers import assert_same, current_gradients, make_ids, make_model, random_from
