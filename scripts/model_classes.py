@@ -256,8 +256,8 @@ def grouped_rows(outcomes: list[tuple[tuple[str, ...], str, str]]) -> list[list[
     """
     texts: dict[tuple[str, ...], list[str]] = {}
     for group, name, outcome in outcomes:
-        own = (name,) if outcome.startswith("refused") else ()
-        texts.setdefault((*group, *own), []).append(f"`{name}` {outcome}")
+        refused = (name,) if outcome.startswith("refused") else ()
+        texts.setdefault((*group, *refused), []).append(f"`{name}` {outcome}")
     return [[*group[: len(HEAD) - 1], ", ".join(classes)] for group, classes in texts.items()]
 
 
@@ -407,7 +407,8 @@ def call_cells(model: Any, right: dict[str, list[Tensor]]) -> Iterator[str]:
                 outcomes[outcome] = max(error, outcomes.get(outcome, 0.0))
             shown = [f"{o} {percent(e)}" if "off" in o else o for o, e in sorted(outcomes.items())]
             texts.append(", ".join(shown).replace("off, warned ", "warned ").replace("off ", ""))
-        yield texts[0] if texts[0] == texts[1] else "/".join(texts)
+        separator = " / " if "," in "".join(texts) else "/"
+        yield texts[0] if texts[0] == texts[1] else separator.join(texts)
 
 
 def calls_rows(name: str, by_itself: list[str], wrapped: list[str]) -> list[list[str]]:

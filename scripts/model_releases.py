@@ -80,9 +80,18 @@ def table(outcomes: dict[str, dict[str, str]]) -> str:
         refused = ", ".join(f"{ranges(each, releases)} {mark}" for mark, each in releases_by_mark.items())
         classes_by_cells.setdefault((exact, refused), []).append(name)
     rows = [["class", "exact", "refused"], ["---"] * 3]
+    everywhere = classes_by_cells.pop((ranges(releases, releases), ""), [])
     for cells, names in classes_by_cells.items():
         short = ", ".join(name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in names)
         rows.append([short, *cells])
+    if everywhere:
+        rows.append(
+            [
+                "all others of [the first table](models_classes.md#models-of-transformers)",
+                ranges(releases, releases),
+                "",
+            ]
+        )
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     notes = "".join(f"- ({'abcdefghij'[k]}) {reason}\n" for k, reason in enumerate(reasons))
     tried = f"Tried: {', '.join(releases)}. A range is of these; a release that a row does not name lacks the class."
