@@ -94,7 +94,8 @@ def table(outcomes: dict[str, dict[str, str]]) -> str:
         )
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     notes = "".join(f"- ({'abcdefghij'[k]}) {reason}\n" for k, reason in enumerate(reasons))
-    tried = f"Tried: {', '.join(releases)}. A range is of these; a release that a row does not name lacks the class."
+    tried = f"Tried: {', '.join(releases)}. A range is of these; a release that a row does not name lacks"
+    tried += " the class."
     return f"{tried}\n\n{text}\n{notes}"
 
 

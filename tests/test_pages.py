@@ -80,6 +80,18 @@ def test_tables_of_tried_models_have_their_places(monkeypatch: pytest.MonkeyPatc
     put_table(model_releases.PAGE, "releases table", model_releases.table({"5.24.0": {}}))
 
 
+def test_the_table_of_releases_joins_neighbours() -> None:
+    pytest.importorskip("transformers")
+    from scripts import model_releases
+
+    mamba, exact = "MambaForCausalLM", model_releases.EXACT
+    reason = "transformers 5.6.2 forgets (a: b) its state: pip install"
+    outcomes = {"5.18": {mamba: exact}, "5.6": {mamba: reason}, "5.15": {mamba: exact}, "5.16": {}}
+    text = model_releases.table({**outcomes, "5.20": {mamba: exact}})
+    assert "| Mamba | 5.15, 5.18 to 5.20 | 5.6 (a) |" in text
+    assert "- (a) transformers forgets (a: b) its state\n" in text
+
+
 def commands() -> list[list[str]]:
     """Every command line of ours in the documents' blocks of code, from the command's name on."""
     found = []

@@ -80,7 +80,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "models_classes.md"
 
 
 def table() -> dict[str, list[str]]:
-    """Map each class in docs/models_classes.md to its family, what its cache holds and its gradient's error."""
+    """Map each class in docs/models_classes.md to its family, its cache's kind and its gradient's error."""
     text = TABLE.read_text().partition("<!-- classes table -->")[2].partition("<!-- end")[0]
     rows = (line.strip("|\n ").split(" | ") for line in text.splitlines() if "| `" in line)
     pattern = r"`(\w+)` (refused: .*|[\de.-]+)"
