@@ -28,9 +28,9 @@ from typing import Any
 
 from adjoint.engine.grid import Key, Tile
 from adjoint.engine.schedule import Owners
+from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.layers import StackConfig
 from adjoint.plan.partition import partition
-from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import simulate
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point

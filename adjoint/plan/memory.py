@@ -19,13 +19,7 @@ from typing import NamedTuple
 from adjoint.engine.budget import AUTO, RESERVED_CPU, ChunkMemory, tapes_and_states
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
-from adjoint.layers import StackConfig
-from adjoint.methods import Method
-from adjoint.parallel.kv import QUERIES_AHEAD
-from adjoint.plan.bidirectional import step_peak
-from adjoint.plan.machine import Machine
-from adjoint.plan.model import HEAD, Model
-from adjoint.plan.schedule import (
+from adjoint.engine.worker_rules import (
     exchanges_within_tiles,
     forward_plan,
     grid_of,
@@ -33,6 +27,12 @@ from adjoint.plan.schedule import (
     stages_are_layers,
     step_plan,
 )
+from adjoint.layers import StackConfig
+from adjoint.methods import Method
+from adjoint.parallel.kv import QUERIES_AHEAD
+from adjoint.plan.bidirectional import step_peak
+from adjoint.plan.machine import Machine
+from adjoint.plan.model import HEAD, Model
 from adjoint.plan.stage_memory import Conditions, Counted, composed
 from adjoint.plan.tensor import RankModel
 from adjoint.train.config import TrainingConfig
@@ -524,7 +524,7 @@ def _memory_in_both_directions(setup: Setup) -> Memory:
     config, machine, storage = setup.model.source, setup.machine, setup.spec.storage
     span, is_plain, checkpoint = range(setup.model.n_layer), setup.plain_autograd, False
     if is_plain:
-        checkpoint = setup.method.checkpoints_layers
+        checkpoint = setup.method.storage.keep == "inputs"
     parts = dict.fromkeys(PARTS, 0) | weights(setup, span, True, True)
     parts["ids"] = 2 * 8 * setup.batch * setup.seqlen
     parts["states"] = 0 if is_plain else sum(map(setup.state, span)) * edges_of(setup)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from adjoint.engine.chunk_size import at_most
+from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
-
-
-class CutModel(Protocol):
-    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
-
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def costs(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -207,7 +199,7 @@ class Layout:
             raise UserError(
                 'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'
             )
-        if method.checkpoints is not None:
+        if method.storage.checkpoints is not None:
             raise UserError(
                 "cluster.sequence: method.checkpoints computes states again from chunks before them, which "
                 "other workers have; leave it out: each worker stores the states before its own chunks alone"
@@ -219,7 +211,7 @@ class Layout:
             return
         if self.helpers:
             raise UserError("cluster.helpers: do not work with cluster.tensor; leave one of them out")
-        if method.memory is not None:
+        if method.storage.memory is not None:
             raise UserError(
                 "method.memory: ranks that split weights must keep the same chunks, and each measures its "
                 "own memory; leave it out"
@@ -254,7 +246,7 @@ class Layout:
         """Raise a UserError for what only one process can do."""
         if training.optimizer_in_backward:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")
-        if method.memory is not None:
+        if method.storage.memory is not None:
             raise UserError("method.memory: works in one process only; leave it out")
         if training.carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(

@@ -16,13 +16,14 @@ from adjoint.data.tokenizer import check_bytes
 from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, offload_weights
+from adjoint.engine.runner import chunk_losses, last_hidden
 from adjoint.engine.stage import check_windows
 from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
 from adjoint.formats import file_format_of
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Exact, Method, check_bidirectional_method
-from adjoint.stack import Stack, StackOutput
+from adjoint.stack import Stack, StackCall, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.config import Config, TrainingConfig
@@ -173,13 +174,16 @@ class StackLM(LanguageModel):
         tokens, temperature = settings.sample_tokens, settings.sample_temperature
         return self.module.generate(prompt, tokens, temperature, generator=generator)
 
-    @torch.no_grad()
     def chunk_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor | None = None) -> list[Tensor]:
         if labels is not None:
             return self._masked_losses(ids, spec, labels)
-        states = self.module.stage_states(self.module.initial_state(len(ids)))
-        return self.module.steps(Batch(ids, shift_labels(ids), states=states), spec).chunk_losses()
+        return chunk_losses(self.module, self._call(ids, spec), spec)
 
+    def _call(self, ids: Tensor, spec: EngineSpec) -> StackCall:
+        states = self.module.stage_states(self.module.initial_state(len(ids)))
+        return StackCall(Batch(ids, shift_labels(ids), states=states), Exact(spec.chunk_size))
+
+    @torch.no_grad()
     def _masked_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor) -> list[Tensor]:
         """Return the summed loss of each chunk's labels, with hidden states of all tokens in memory."""
         out = self.module(ids, method=Exact(spec.chunk_size), return_hidden_states=True)
@@ -188,9 +192,8 @@ class StackLM(LanguageModel):
 
     @torch.no_grad()
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
-        before, after = ids[:, :-tokens], ids[:, -tokens:]
-        read = self.module(before, labels=before, method=Exact(chunk_size), return_state=True)
-        return self.module(after, state=read.state).logits
+        spec = EngineSpec(chunk_size)
+        return self.module.logits(last_hidden(self.module, self._call(ids, spec), tokens, spec))
 
 
 class PretrainedLM(LanguageModel):
@@ -288,8 +291,8 @@ class PretrainedLM(LanguageModel):
         from adjoint.hf.verification import verification_of
 
         sizes, device = verification_of(self.module).sizes, device_of(self.module)
-        default = chunk_size_on(device, sizes, batch, seqlen, self.method.checkpoints)
-        return self.method.model_spec(seqlen, default).chunk_size
+        default = chunk_size_on(device, sizes, batch, seqlen, self.method.storage.checkpoints)
+        return self.method.engine_spec(seqlen, default, (0,)).chunk_size
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
@@ -322,12 +325,12 @@ class PretrainedLM(LanguageModel):
         return continued(self.module, prompt, tokens, temperature, settings.seed)
 
     def chunk_losses(self, ids: Tensor, spec: EngineSpec, labels: Tensor | None = None) -> list[Tensor]:
-        from adjoint.hf.wrap import chunk_losses
+        from adjoint.hf.hf_model import chunk_losses
 
         return chunk_losses(self.module, ids, spec)
 
     def last_logits(self, ids: Tensor, tokens: int, chunk_size: int) -> Tensor:
-        from adjoint.hf.wrap import last_logits
+        from adjoint.hf.hf_model import last_logits
 
         return last_logits(self.module, ids, tokens, EngineSpec(chunk_size, least=2))
 

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Action, Owners, Recv, Run, Schedule, Send
+from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
-from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import Timeline, simulate
 
 TOLERANCE = 0.20  # of the measured time

@@ -6,15 +6,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from adjoint.engine.distribution import layers_are_stages
 from adjoint.engine.grid import EngineSpec, Grid, make_grid
 from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, add_helper_tasks, make_schedule
 from adjoint.layers import MIXERS, StackConfig
 from adjoint.layers.mixer import make_mixer, reach_of
-from adjoint.train.layout import CutModel
+
+
+class CutModel(Protocol):
+    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def costs(self) -> tuple[float, ...]: ...
 
 
 def owners_of(model: StackConfig | CutModel, spans: Sequence[range], sequence: int) -> Owners:
@@ -59,13 +68,10 @@ def grid_of(
 
 
 def stages_are_layers(model: StackConfig | CutModel, spec: EngineSpec, sequence: int) -> bool:
-    """Whether each layer is a stage; else a shard is (`engine.layer_run`).
-
-    Layers are where a method's tasks are layers, and where workers that share sequences exchange between
-    tiles: so no worker waits for another inside of one, and messages can go by NCCL, which has no tags."""
+    """Whether each layer of a model in shards is a stage; else a shard is (`layers_are_stages`)."""
     if not isinstance(model, StackConfig):
         return False
-    return spec.tasks_are_layers or (sequence > 1 and not exchanges_within_tiles(model, sequence))
+    return layers_are_stages(spec, sequence > 1, exchanges_within_tiles(model, sequence))
 
 
 def _runs(shards: Sequence[int]) -> list[list[int]]:
