@@ -25,8 +25,8 @@ from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
 from adjoint.data.cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.sources import Sources, check_apart, find_sources
 from adjoint.data.tokenizer import CHARS, Tokenizer, load_tokenizer, needs_text
-from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
+from adjoint.layers.packed_documents import document_ends, from_separator
 from adjoint.settings import (
     Must,
     NotNegative,

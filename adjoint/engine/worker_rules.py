@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -94,8 +94,9 @@ def _grows(config: StackConfig, layer: int) -> bool:
     if kind is not None:
         return kind.attended_channels(config) > 0
     with torch.device("meta"):
-        mixer: Any = make_mixer(config, layer)
-    return any(dim is not None for dim in mixer.grows)
+        mixer = make_mixer(config, layer)
+    dims: tuple[int | None, ...] = getattr(mixer, "grows", ())
+    return any(dim is not None for dim in dims)
 
 
 def _has_state(config: StackConfig, layer: int) -> bool:

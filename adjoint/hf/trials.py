@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import TOKENS, Refused, alike
+from adjoint.fla import functions as fla
 from adjoint.hf.check import refuse
 from adjoint.hf.chunk_context import ChunkRandomness, WithoutCheckpointing
-from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,

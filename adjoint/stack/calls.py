@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
-from adjoint.documents import document_numbers
 from adjoint.engine.bidirectional import block_by_chunks
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.late_gradient import refusing_gradient
@@ -30,6 +29,7 @@ from adjoint.formats.names import assign
 from adjoint.formats.transformers import from_model
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import StackConfig, State
+from adjoint.layers.packed_documents import document_numbers
 from adjoint.layers.strands import (
     both_strands,
     complement_of,

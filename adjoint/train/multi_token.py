@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
-from adjoint.documents import document_numbers
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
+from adjoint.layers.packed_documents import document_numbers
 from adjoint.loss import linear_cross_entropy
 from adjoint.parallel.access import weights_type
 from adjoint.parallel.split_tensors import dtensors

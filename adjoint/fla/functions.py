@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.hf.kernels.gated_linear_attention import gated_linear_attention
+from adjoint.fla.gated_linear_attention import gated_linear_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
