@@ -50,8 +50,8 @@ def run_loss(
         keeps_tapes: false if the backwards of other steps come first.
     """
     if not is_segment and group is None and (shared := model.segments(call, True, returns_states)):
-        results, states = _by_segments(model, call, shared, run_loss, returns_states)
-        return Result(torch.stack([result.loss for result in results]).sum(), states)
+        losses, states = _by_segments(model, call, shared, run_loss, returns_states)
+        return Result(torch.stack(losses).sum(), states)
     batch, spec = model.cut(call, group)
     return model.step(call, batch, spec if keeps_tapes else spec.without_tapes(), group).loss(returns_states)
 
@@ -69,8 +69,7 @@ def run_hidden(
         returns_states, is_segment, keeps_tapes: as in `run_loss`.
     """
     if not is_segment and (shared := model.segments(call, False, returns_states)):
-        results, states = _by_segments(model, call, shared, run_hidden, returns_states)
-        pieces = [result.hidden for result in results]
+        pieces, states = _by_segments(model, call, shared, run_hidden, returns_states)
         hidden = tokens_in_batch_order(shared.segments, pieces, shared.lengths)
         return HiddenResult(hidden.unflatten(0, shared.shape), states)
     batch, spec = model.cut(call)
@@ -85,29 +84,30 @@ def _by_segments(
     shared: SharedRows,
     run_call: Callable[..., ResultT],
     returns_states: bool,
-) -> tuple[list[ResultT], list[State]]:
-    """Return the results of all segments, and the final states of the call's rows with `returns_states`.
+) -> tuple[list[Tensor], list[State]]:
+    """Return each segment's loss or hidden states, and the call's final states with `returns_states`.
 
     Args:
         run_call: `run_loss` or `run_hidden`.
     """
-    segments, results = shared.segments, list[ResultT]()
+    segments, pieces = shared.segments, list[Tensor]()
     parents = {segment.parent for segment in segments}
 
     def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
         ends_rows, is_last = number not in parents, number == len(segments) - 1  # its backward comes first
         inner = model.segment_call(call, segment, beginning)
         result = run_call(model, inner, returns_states and ends_rows, is_segment=True, keeps_tapes=is_last)
-        results.append(result)
+        # not the result itself: keys and values would be held until the last segment's
+        pieces.append(result.loss if isinstance(result, Result) else result.hidden)
         return End(result.states, result.slabs)
 
     try:
         final = run_segments(segments, run, returns_states)
     except NotAttended:
-        results.clear()
+        pieces.clear()
         model.join_prefixes()
         final = run_segments(segments, run, returns_states)
-    return results, states_in_batch_order(segments, final) if returns_states else []
+    return pieces, states_in_batch_order(segments, final) if returns_states else []
 
 
 @torch.no_grad()
