@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes.util
-import functools
 import itertools
 import math
 import statistics
@@ -156,9 +155,11 @@ def float32_is_float64() -> Iterator[None]:
         torch.Tensor.float, torch.Tensor.to = float_, to  # type: ignore[method-assign]
 
 
-def measure(point: Point) -> Point:
+def measure(point: Point, after: Callable[[Passes, Tensor], Point] = lambda passes, ids: {}) -> Point:
     """Bytes at the peak, seconds of each forward + backward, and the loss, on random tokens; or, of a point
     with several `ways`, how far the gradients of each are from those of the first.
+
+    after: what else is measured of the model and the tokens, when the passes have ended.
 
     point: model, way, length; device; dtype of the weights, float32 if none is said; autocast: a dtype, or
     none; above: what memory is
@@ -177,9 +178,14 @@ def measure(point: Point) -> Point:
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], point["repeat_s"], least=point.get("least", 1), most=20)
 
-    way = point["way"]
-    passes = functools.partial(prepared, point, way, build)
-    return measured(passes, ids, point["first"], repeat, point["above"], way.get("graph", False))
+    way, models = point["way"], list[Passes]()
+
+    def prepare() -> Passes:
+        models.append(prepared(point, way, build))
+        return models[-1]
+
+    result = measured(prepare, ids, point["first"], repeat, point["above"], way.get("graph", False))
+    return result | after(models[-1], ids)
 
 
 def prepared(point: Point, way: Point, build: Callable[[], Any]) -> Passes:

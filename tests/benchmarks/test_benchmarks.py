@@ -18,24 +18,17 @@ from adjoint.tools.measure.process import ROOT
 from benchmarks import (
     bidirectional,
     checkpoints,
-    claims,
-    depth,
     earlier,
-    fleet,
     host_weights,
-    layer_work,
     memory,
     mini_sequence,
     mixers,
-    real_size,
     recall,
     report,
     runner,
-    scaling,
     sequence,
     sources,
     steps,
-    tensor_parallel,
     window_time,
     wrapped,
 )
@@ -47,7 +40,7 @@ from benchmarks.shards.command import Shards
 
 # --------------------------------------------------------------------------------------------------- dry runs
 
-SLOW_DRY_RUNS = ("shards", "depth", "host_weights", "fleet")
+SLOW_DRY_RUNS = ("shards", "host_weights")
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
@@ -59,46 +52,34 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      4, "way allocator length memory_bytes ms_per_token gradients_apart"),
     (checkpoints.Checkpoints(), "--lengths 128 256 --ways all 8",
      4, "way length memory_bytes ms_per_token gradients_apart"),
-    (mixers.Mixers(), "--mixers mamba gated~delta~rule --lengths 64 --rounds 1 --repeats 1",
-     5, "mixer length method ms_per_token ratio"),
+    (mixers.Mixers(), "--mixers mamba --lengths 64 --rounds 1 --repeats 1",
+     3, "mixer length method ms_per_token ratio"),
     (mini_sequence.MiniSequence(), "--tokens 256 --plain-tokens 128 --words 2000",
      2, "method tokens words bytes loss"),
     (window_time.WindowTime(), "--seqlen 64 --windows 1 64 --repeats 2 --settle 0",
      10, "scan window ratio ratio_min ratio_max unwindowed_ms windowed_ms pairs"),
-    (layer_work.LayerWork(), "--mixers mamba",
-     4, "mixer recompute forward_operators backward_operators weight_bytes"),
     (recall.Recall(), "--mixers mamba --seqlen 64 --steps 2", 1, "mixer seqlen steps loss recall needle"),
-    (scaling.Scaling(), "--lengths 1K 2K --slice-length 2K --windows 15",
-     14, "context method devices days"),
-    (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
-    (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
-    (tensor_parallel.TensorParallel(), "--ranks 1 2 --tokens 32 --width 32",
-     9, "ranks sequence_parallel recompute stored_bytes collectives ring_bytes written_bytes"),
-    (fleet.Fleet(), "--devices 8 --models Nemotron-H-8B-like",
-     2, "model tokens devices gpu seconds idle_share memory_bytes why"),
+    (sources.Sources(), "--tables figure-1 --lengths 4K", 5, "table method tokens bytes"),
     (host_weights.HostWeights(), "--models Bamba-9B --tokens 32K",
      1, "model tokens memory_bytes host_bytes seconds whole_seconds link_bytes hiding_chunks"),
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",
      2, "task method seeds held_out train core_seconds gap curve_distance accuracy_4 note"),
-    (depth.Depth(), "--layers 1 2 --methods exact layer-local --seeds 1 --steps 2 --seqlen 32 --batch 1",
-     4, "layers method seeds held_out train core_seconds gap note"),
     (Kernels(), "--op rms_norm --peers torch --size small --repeats 1 --settle 0.001",
      6, "op contender pass size errors status ms roof_ms roof_share"),
     (Shards(),
      "--shards 1 2 --repeats 1 --d-model 8 --layers 2 --seqlen 64 --chunk-size 16 --window 8 --methods exact",
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
-LONG = ("shards", "depth")  # their dry runs take more than some seconds
 UNDRAWN = (
     "bidirectional",
     "mixers",
     "mini_sequence",
-    "layer_work",
     "sources",
-    "claims",
-    "tensor_parallel",
     "host_weights",
+    "kernels",
+    "shards",
+    "window_time",
 )
 
 
@@ -117,7 +98,7 @@ def test_a_dry_run(
 ) -> None:  # fmt: skip
     if benchmark.name == "shards":
         request.getfixturevalue("ray_on_loopback")
-    arguments = [*(word.replace("~", " ") for word in given.split()), "--out", str(tmp_path)]
+    arguments = [*given.split(), "--out", str(tmp_path)]
     stem = tmp_path / benchmark.name
     assert benchmark.main(arguments) in (0, 1)  # 1: slower, or larger, than it may be
     told = capsys.readouterr().out
@@ -147,7 +128,6 @@ REFUSED = [
     (Convergence(), ["--methods", "exact-4"], "unknown method 'exact-4'"),
     (Convergence(), ["--methods", "truncated-0"], "window"),
     (Convergence(), ["--seqlen", "16"], "at least 32"),
-    (depth.Depth(), ["--methods", "magic"], "unknown method 'magic'"),
     (Gpu(), ["--dry-run", "--stages", "z"], "invalid choice"),
 ]
 
@@ -395,19 +375,6 @@ def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> Non
     assert "| **Exact** | > 16K | > 16K | > 16K |" in table
     assert "| Backprop + checkpointing | ~ 83K (16K and 78K) | ~ " in table
     assert "Backprop + checkpointing takes 1.90 GB at 79,872 tokens.\n" in table
-
-
-def test_models_of_real_sizes_have_their_parameters() -> None:
-    benchmark = real_size.RealSize()
-    points = benchmark.points(benchmark.parse([]))
-    assert [p["curve"]["way"] for p in points if "ways" not in p][:3] == [
-        "checkpointing",
-        "MiniSequence",
-        "wrapped",
-    ]
-    with torch.device("meta"):
-        sizes = [sum(p.numel() for p in steps.builder(point["model"])().parameters()) for point in points[:2]]
-    assert [round(size / 1e6) for size in sizes] == [129, 752]
 
 
 @pytest.mark.parametrize("name", ["exact", "hf-mamba2"])
