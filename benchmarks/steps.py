@@ -5,7 +5,7 @@ Models are data. {"mixer": …} and other options of `StackConfig` are a `Stack`
 transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": "Exact"}, which wraps it. With
 {"sliced_head": True} its logits exist for a slice of the tokens at a time, as a wrapped model's do. With
 {"graph": True} steps on a GPU are replays of a CUDA graph.
-{"segments": 1408} recomputes either by hand, segment by segment.
+{"segments": 1408} recomputes a `Stack` by hand, segment by segment.
 
 Before a way is timed its gradients are compared with plain backpropagation's, on the same weights.
 """
@@ -63,10 +63,9 @@ SWITCHES = ("checkpointing", "sliced_head", "graph")  # of a way, besides its me
 COMPARED = "float64"
 ROUNDING = tolerance([torch.float64])  # a gradient's largest relative L2 distance
 LIMITS = (2e9, 4e9, 16e9)  # bytes of resident memory, imports included
-LONGEST = """The longest sequence that fits, of all resident memory, imports and weights included. A line
-through two measured lengths, in brackets, gives the length at the limit (`~`). `<`: the shortest measured
-length takes more. `>`: the longest measured length fits, and either two lengths take so nearly the same
-memory that no line is drawn through them, or the line does not come to the limit within 64 times that length.
+LONGEST = """The longest sequence that fits into so much resident memory, imports and weights included. `~`: read off
+a line through the two measured lengths in brackets. `<`: the shortest measured length takes more. `>`: the
+longest measured length fits, and no line leads to the limit.
 """
 
 

@@ -139,27 +139,6 @@ def reversible() -> str:
     return report.markdown_table(heads, lines)
 
 
-def method_and_kernels() -> str:
-    """Memory and time of a step by the method alone, by the kernels alone, and by both."""
-    lines = [
-        ("Mamba, backpropagation", "transformers' (mambapy)", "hf-mamba"),
-        ("Mamba, backpropagation", "ours", "backprop"),
-        ("**Mamba, `Exact`**", "ours", "exact"),
-        ("Mamba-2, backpropagation", "transformers'", "hf-mamba2"),
-        ("Mamba-2, chunks by hand", "transformers'", "hf-mamba2-segments"),
-        ("**Mamba-2, wrapped**", "ours", "hf-mamba2-wrapped"),
-    ]
-    lengths = sorted({measurement["length"] for measurement in rows("memory")})
-    cells = {
-        (measurement["method"], measurement["length"]): report.memory_and_time(measurement, "GiB")
-        for measurement in rows("memory", allocator="default")
-    }
-    table = (
-        [title, kernels, *(cells.get((method, n), "–") for n in lengths)] for title, kernels, method in lines
-    )
-    return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
-
-
 def kernels_on_a_gpu() -> str:
     """Return the largest errors, against float64, of the kernels that stage a of `benchmarks.gpu` has run on
     a GPU: a line per operation, a column per problem and dtype."""
@@ -232,7 +211,6 @@ def runs(document: str, mark: str, *results: str) -> Table:
 
 
 TABLES = [
-    Table("docs/results.md", "method and kernels table", method_and_kernels, ("memory",)),
     Table("docs/results.md", "kernels by vectors table", kernels_by_vectors,
           ("avx2/kernels", "avx512/kernels")),
     Table("docs/results.md", "models by vectors table", models_by_vectors,

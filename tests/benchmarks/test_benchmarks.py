@@ -44,7 +44,7 @@ SLOW_DRY_RUNS = ("shards", "host_weights")
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
-     "--lengths 128 256 --methods exact hf-mamba2 --repeats 1 --repeat-s 0 --allocators default",
+     "--lengths 128 256 --methods exact backprop --repeats 1 --repeat-s 0 --allocators default",
      4, "method label allocator length status memory_bytes ms_per_token processes"),
     (wrapped.Wrapped(), "--lengths 128 --models Llama --repeats 1 --repeat-s 0",
      3, "model way allocator length memory_bytes ms_per_token kept_bytes"),
@@ -297,17 +297,18 @@ def test_prediction_is_linear_in_the_last_two() -> None:
     assert passes.predicted_bytes([(8192, 100)], 4096) is None
 
 
-def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
+def test_methods_alternate_and_what_would_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.Memory, "requirements", lambda self, options: {})
     benchmark = memory.Memory()
-    options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba2", "--repeats", "2",
+    options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba", "--repeats", "2",
                                "--allocators", "default", "--max-memory", "1GB"])  # fmt: skip
     mine, other, *points = benchmark.points(options)
-    assert [list(p["ways"]) for p in (mine, other)] == [["plain", "exact"], ["hf-mamba2"]]
+    assert [list(p["ways"]) for p in (mine, other)] == [["plain", "exact"], ["hf-mamba"]]
     order = [(p["repeat"], p["length"], p["curve"]["method"]) for p in points]
-    assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba2"), (0, 4096, "exact")]
+    assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba"), (0, 4096, "exact")]
     assert [repeat for repeat, _, _ in order] == [0] * 4 + [1] * 4
     near, far = ({"difference": apart, "parameter": "A_log"} for apart in (3e-6, 0.2))
-    same: runner.Found = [(mine, {"gradients": {"exact": near}}), (other, {"gradients": {"hf-mamba2": near}})]
+    same: runner.Found = [(mine, {"gradients": {"exact": near}}), (other, {"gradients": {"hf-mamba": near}})]
     (ours, theirs), found = points[2:4], [*same, (points[1], {"memory_bytes": 300 << 20})]
     assert benchmark.skip(ours, found, options) is None
     assert "1.2 GiB predicted, the limit is 0.9" in str(benchmark.skip(theirs, found, options))
@@ -377,17 +378,30 @@ def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> Non
     assert "Backprop + checkpointing takes 1.90 GB at 79,872 tokens.\n" in table
 
 
-@pytest.mark.parametrize("name", ["exact", "hf-mamba2"])
-def test_ways_are_compared_in_float64_throughout(name: str) -> None:
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 2, "head_dim": 64, "chunk_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "other"),
+    [
+        (
+            memory.METHODS["exact"].model | {"n_layer": 2, "d_model": 64},
+            {"method": "Backprop"},
+            {"segments": 7},
+        ),
+        (wrapped.WIDTHS | wrapped.MODELS["Mamba-2"][0] | SMALL, {}, {"method": "MiniSequence"}),
+    ],
+    ids=["Stack", "transformers"],
+)
+def test_ways_are_compared_in_float64_throughout(
+    model: dict[str, Any], own: dict[str, Any], other: dict[str, Any]
+) -> None:
     """In what transformers computes in float32 even in a float64 model, too."""
-    model = memory.METHODS[name].model | {"vocab_size": 16}
-    small = {"n_layer": 2, "d_model": 64} if name == "exact" else {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_heads": 2, "chunk_size": 16}  # fmt: skip
-    ways = {"own": {} if "class" in model else {"method": "Backprop"}, "by hand": {"segments": 7},
-            "exact": {"method": "Exact", "chunk_size": 9}}  # fmt: skip
-    point = {"model": model | small, "ways": ways, "length": 40, "device": "cpu", "dtype": "float64"}
-    own, *others = steps.measure(point)["gradients"].values()
-    assert own["difference"] == 0 and all(0 < found["difference"] < 1e-10 for found in others)
+    ways = {"own": own, "other": other, "exact": {"method": "Exact", "chunk_size": 9}}
+    point = {"model": model | {"vocab_size": 16}, "ways": ways, "length": 40}
+    point |= {"device": "cpu", "dtype": "float64"}
+    first, *others = steps.measure(point)["gradients"].values()
+    assert first["difference"] == 0 and all(0 < found["difference"] < 1e-10 for found in others)
     assert torch.ones(1).float().dtype == torch.ones(1, dtype=torch.float64).to(torch.float32).dtype
 
 
