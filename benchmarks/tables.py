@@ -15,7 +15,6 @@ from adjoint.tools.measure import show
 from benchmarks import report
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.gpu.points import OPPONENT
-from benchmarks.kernels.command import with_more_threads
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 
@@ -88,8 +87,7 @@ SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and t
 
 
 def kernels_by_vectors() -> str:
-    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set; and, of
-    forward and backward, ms and speedup with more threads."""
+    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
     ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
     lines = []
     for op in dict.fromkeys(measurement["op"] for measurement in rows("avx2/kernels")):
@@ -97,11 +95,8 @@ def kernels_by_vectors() -> str:
         for _, folder, way in ways:
             measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
             cells.append(f"{measurement['ms']:.1f} ms · {measurement['roof_share']:.0%}")
-            if way == "both":
-                cells.append(with_more_threads(measurement))
         lines.append([f"`{op}`", *cells])
-    passes = {"forward": ("forward",), "both": ("with backward", "more threads")}
-    heads = [f"{said}, {head}" for said, _, way in ways for head in passes[way]]
+    heads = [f"{said}, {'forward' if way == 'forward' else 'with backward'}" for said, _, way in ways]
     return report.markdown_table(["", *heads], lines)
 
 
