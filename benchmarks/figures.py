@@ -186,7 +186,7 @@ FIGURES = [
     Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
            ("parallel/context.py", "parallel/kv.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
-    Figure("docs/paper.md", Sources(), "", "--tables longest",
+    Figure("docs/paper.md", Sources(), "", "--tables figure-1 --lengths 4K",
            ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),
     Figure("docs/host_weights.md", HostWeights(), "", "--models Bamba-9B --tokens 128K",
            ("plan/host_weights.py", "plan/estimate.py", "plan/memory.py")),

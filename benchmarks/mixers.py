@@ -36,11 +36,13 @@ def measure(point: Point) -> Point:
     config = adjoint.StackConfig(vocab_size=256, d_model=256, n_layer=4, mixer=point["mixer"])
     model, ids = adjoint.Stack(config), torch.randint(256, (1, point["length"]))
 
-    def run(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    def run(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         model.zero_grad(set_to_none=True)
-        return loss_of(ids).backward()
+        loss_of(ids).backward()
 
-    runs = {name: functools.partial(run, steps.loss_by(model, way)) for name, way in METHODS.items()}
+    runs: dict[str, Callable[[], object]] = {
+        name: functools.partial(run, steps.loss_by(model, way)) for name, way in METHODS.items()
+    }
     return dict(steps.alternating(runs, point["rounds"]))
 
 

@@ -63,9 +63,9 @@ SWITCHES = ("checkpointing", "sliced_head", "graph")  # of a way, besides its me
 COMPARED = "float64"
 ROUNDING = tolerance([torch.float64])  # a gradient's largest relative L2 distance
 LIMITS = (2e9, 4e9, 16e9)  # bytes of resident memory, imports included
-LONGEST = """The longest sequence that fits into so much resident memory, imports and weights included. `~`: read
-off a line through the two measured lengths in brackets. `<`: the shortest measured length takes more. `>`:
-the longest measured length fits, and no line leads to the limit.
+LONGEST = """The longest sequence that fits into so much resident memory, imports and weights included.
+`~`: read off a line through the two measured lengths in brackets. `<`: the shortest measured length takes
+more. `>`: the longest measured length fits, and no line leads to the limit.
 """
 
 
