@@ -147,8 +147,8 @@ class Stack(ChunkedStack):
         if labels is not None:
             predicts_next = not self.is_bidirectional
             batch = Batch.from_labels(input_ids, labels, seq_idx, self.stage_states(states), predicts_next)
-        output, plain = StackOutput(), method is None or is_plain(method) or self.is_bidirectional
-        if method is not None and not plain and return_hidden_states:
+        runs_plainly = method is None or is_plain(method) or self.is_bidirectional
+        if not runs_plainly and return_hidden_states:
             if labels is not None or return_logits or sequence_group is not None:
                 raise UserError(
                     "return_hidden_states: by chunks a call returns nothing else but the state: leave "
@@ -160,10 +160,7 @@ class Stack(ChunkedStack):
                     "with layers that are split or sharded"
                 )
             batch = Batch(input_ids, input_ids, 1, seq_idx, self.stage_states(states), is_shifted=False)
-            hidden = _run_hidden(self, StackCall(batch, method, state is not None), return_state)
-            final = hidden.states[1:-1] if return_state else None
-            return StackOutput(hidden_states=self.norm_f(hidden.hidden), state=final)
-        if labels is None and not plain and torch.is_grad_enabled():
+        if batch is None and not runs_plainly and torch.is_grad_enabled():
             raise ValueError(
                 f"{method} runs the backward of a loss: give labels, return_hidden_states, or no method"
             )
@@ -171,10 +168,11 @@ class Stack(ChunkedStack):
         if sequence_group is not None:
             self._check_shared(method, labels, return_logits)
             group = group_of(sequence_group)
-        if plain or batch is None:
+        output = StackOutput()
+        if runs_plainly or batch is None:
+            checkpoint = method is not None and is_plain(method) and method.storage.keep == "inputs"
             replacements = weights_of(self).begin_plain_call() if torch.is_grad_enabled() else {}
             with ModuleTensors(self).replaced(replacements) if replacements else contextlib.nullcontext():
-                checkpoint = method is not None and is_plain(method) and method.storage.keep == "inputs"
                 ids, documents = self._rows_read(input_ids, seq_idx)
                 y, final = self._hidden(ids, states, documents, checkpoint, spec)
                 if batch is not None:
@@ -186,22 +184,38 @@ class Stack(ChunkedStack):
                     output.hidden_states = joined_strands(hidden) if self.config.strands == 2 else hidden
         else:
             assert method is not None
-            result = _run_loss(self, StackCall(batch, method, state is not None), return_state, group)
-            output.loss, output.windows, final = result.loss, result.windows, result.states[1:-1]
-            if return_logits:
-                with torch.no_grad():
-                    y = self._hidden(input_ids, states, seq_idx)[0]
-                    output.logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
-                if output.loss.requires_grad:
-                    message = (
-                        "a gradient has reached out.logits, which has none beside a loss by "
-                        f"{type(method).__name__}: make the loss of return_hidden_states=True and "
-                        "Stack.lm_head, or give no method"
-                    )
-                    output.logits = refusing_gradient(output.logits, output.loss, message)
+            call = StackCall(batch, method, state is not None)
+            if return_hidden_states:
+                by_chunks = _run_hidden(self, call, return_state)
+                output.hidden_states = self.norm_f(by_chunks.hidden)
+                final = by_chunks.states[1:-1]
+            else:
+                result = _run_loss(self, call, return_state, group)
+                output.loss, output.windows, final = result.loss, result.windows, result.states[1:-1]
+                if return_logits:
+                    output.logits = self._logits_beside(result.loss, input_ids, states, seq_idx, method)
         if return_state:
             output.state = final if split is None else split.final_states(final)
         return output
+
+    def _logits_beside(
+        self,
+        loss: Tensor,
+        input_ids: Tensor,
+        states: list[State],
+        seq_idx: Tensor | None,
+        method: Method,
+    ) -> Tensor:
+        """Return the logits of a call whose loss runs by chunks; a gradient that reaches them is refused."""
+        with torch.no_grad():
+            y = self._hidden(input_ids, states, seq_idx)[0]
+            logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
+        message = (
+            "a gradient has reached out.logits, which has none beside a loss by "
+            f"{type(method).__name__}: make the loss of return_hidden_states=True and Stack.lm_head, or give "
+            "no method"
+        )
+        return refusing_gradient(logits, loss, message) if loss.requires_grad else logits
 
     def _check_shared(self, method: Method | None, labels: Tensor | None, return_logits: bool) -> None:
         """Raise a UserError for a call that a sequence_group cannot share."""
