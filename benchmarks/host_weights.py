@@ -28,7 +28,7 @@ from adjoint.tools.plan.command import REACHED
 from adjoint.train.gpus import GPUS, LINKS
 from benchmarks import report, runner
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Benchmark
 
 MODELS: dict[str, dict[str, Any]] = {  # config.json
     "Bamba-9B": {
@@ -99,9 +99,6 @@ class HostWeights(Benchmark):
 
     def shared(self, point: Point) -> str:
         return "all"
-
-    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        return [{**p, **r} for p, r in measurements]
 
     def markdown(self, result: Row) -> str:
         gpu = GPUS[GPU]

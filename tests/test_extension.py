@@ -1,4 +1,4 @@
-"""Each contract held from outside: a stage, an access to weights, a method and a way to distribute, defined
+"""Each contract held from outside: a stage, a way to hold weights, a method and a way to distribute, defined
 here with nothing but their base classes, train exactly; models in formats defined here go in and out. Copy
 one of them to begin your own."""
 
@@ -25,14 +25,15 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.parameter_access import ParameterAccess, Runs
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Head, Stage
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import Gradients, Pullback
+from adjoint.engine.weights import Weights
 from adjoint.formats import FILE_FORMATS, FORMATS
 from adjoint.formats.format import FileFormat, StackFormat
-from adjoint.methods import Method
+from adjoint.methods import Method, wrapped_spec
 from adjoint.parallel import access
 from tests.formats.test_pretrained import as_run
 from tests.hf.hf_models import float64_throughout, make
@@ -105,13 +106,14 @@ def test_a_stage() -> None:
     assert_same(dict(enumerate(torch.autograd.grad(by_chunks, parameters))), expected, 1e-10)
 
 
-# --------------------------------------------------------------------------------------- access to weights
+# ------------------------------------------------------------------------------------------------- weights
 
 
-class PackedAccess(ParameterAccess):
+class PackedWeights(Weights):
     """Weights that have memory only while a model runs: between, all are in one buffer, `model.packed`."""
 
     name: ClassVar[str] = "packed weights"
+    can_copy: ClassVar[bool] = False
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
@@ -121,24 +123,14 @@ class PackedAccess(ParameterAccess):
         with self.unpacked():
             return call()
 
-    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
-        with self.unpacked():
-            return step.run_forward()
-
-    def backward(
-        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
-    ) -> tuple[Gradients, list[Tensor | None]]:
-        with self.unpacked():
-            return step.run_backward(d_loss, d_final)
+    def sweep(self, backward_context: ContextFactory = contextlib.nullcontext) -> Sweep:
+        return PackedSweep(self)
 
     def loss_and_gradients(
         self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
     ) -> tuple[float, dict[Tensor, Tensor]]:
         with self.unpacked():
             return super().loss_and_gradients(parameters, compute_loss)
-
-    def can_copy(self) -> bool:
-        return False
 
     @contextlib.contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -154,6 +146,17 @@ class PackedAccess(ParameterAccess):
                 p.untyped_storage().resize_(0)
 
 
+class PackedSweep(Sweep):
+    """A step whose weights have memory while its programs run."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return self.weights.unpacked()
+
+
 def pack(model: nn.Module) -> None:
     vars(model)["packed"] = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
@@ -161,14 +164,14 @@ def pack(model: nn.Module) -> None:
 
 
 @pytest.fixture
-def packed_access() -> Iterator[None]:
-    access.KINDS.insert(0, PackedAccess)
+def packed_weights() -> Iterator[None]:
+    access.KINDS.insert(0, PackedWeights)
     yield
-    access.KINDS.remove(PackedAccess)
+    access.KINDS.remove(PackedWeights)
 
 
-@pytest.mark.usefixtures("packed_access")
-def test_an_access_to_weights_of_a_stack() -> None:
+@pytest.mark.usefixtures("packed_weights")
+def test_a_way_to_hold_weights_of_a_stack() -> None:
     model, ids = make_model("mixed, untied"), make_ids(2, 23)
     loss, gradients = train(model, ids, adjoint.Backprop())
     pack(model)
@@ -187,11 +190,10 @@ class Halves(Method):
 
     name: ClassVar[str] = "halves"
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
+        if documents is not None:
+            return wrapped_spec(self, seqlen, default, documents)
         return EngineSpec(chunk_size=-(-seqlen // 2))
-
-    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
-        return dataclasses.replace(self.engine_spec(seqlen, default), documents=documents, least=2)
 
 
 def test_a_method_of_a_stack_and_of_a_wrapped_model() -> None:
@@ -241,7 +243,7 @@ def rows_over_ranks() -> None:
     batch = dataclasses.replace(Batch.from_labels(rows, rows, states=states), divisor=ids.numel() - len(ids))
     step = ChunkedStep(
         model.stages(), batch, EngineSpec(5), model.config.d_model,
-        distribution=RowsOverRanks(), access=access.access_of(model, None, ModuleTensors(model).restored),
+        distribution=RowsOverRanks(), sweep=access.weights_of(model).sweep(ModuleTensors(model).restored),
     )  # fmt: skip
     shared = step.loss().loss
     shared.backward()

@@ -83,8 +83,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Exact` forgets what lies more than a token back, where chunks are of two tokens or more."""
     spec = Exact.engine_spec
 
-    def windowed(self: Exact, seqlen: int, default: int) -> EngineSpec:
-        made = spec(self, seqlen, default)
+    def windowed(self: Exact, seqlen: int, default: int, *documents: tuple[int, ...]) -> EngineSpec:
+        made = spec(self, seqlen, default, *documents)
         return made if made.chunk_size < 2 else EngineSpec(made.chunk_size, BackwardSpec(window=1))
 
     monkeypatch.setattr(Exact, "engine_spec", windowed)

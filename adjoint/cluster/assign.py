@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
+from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.memory import size_text
@@ -18,7 +19,7 @@ from adjoint.plan.run_memory import Setup, needs
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.plan.worker_devices import Machine
 from adjoint.train.config import TrainingConfig
-from adjoint.train.layout import CutModel, Layout
+from adjoint.train.layout import Layout
 
 
 def make_specs(

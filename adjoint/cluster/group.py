@@ -25,12 +25,11 @@ from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.shared_files import SharedFiles
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
+from adjoint.engine.worker_rules import CutModel, exchanges_within_tiles
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
-from adjoint.plan.worker_programs import exchanges_within_tiles
 from adjoint.train.config import ClusterConfig, TrainingConfig
-from adjoint.train.layout import CutModel
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -57,7 +57,7 @@ class PretrainedPipelineWorker(PipelineWorker):
     def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
         self.part.train(torch.is_grad_enabled())  # it may have dropout
         stages: list[Stage | None] = [None] * self.shards
-        recompute = self.spec.method.recompute
+        recompute = self.spec.method.storage.recompute
         span = self.spec.spans[self.spec.shard]
         stages[self.spec.shard] = self.found.make_stage(self.part, span, recompute)
         return stages
@@ -69,15 +69,15 @@ class PretrainedPipelineWorker(PipelineWorker):
         return drawn_from(self.spec.training.seed, number, self.spec.rank)
 
     def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
-        return self.spec.method.model_spec(seqlen, chunk_size)
+        return self.spec.method.engine_spec(seqlen, chunk_size, (0,))
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
         element = 2 if self.spec.precision == "bfloat16" else self.spec.dtype.itemsize
         device, method = self.device, self.spec.method
         on = device.type, memory_of(device)
-        picked = self.found.chunk_size(batch, seqlen, element, *on, method.checkpoints)
+        picked = self.found.chunk_size(batch, seqlen, element, *on, method.storage.checkpoints)
         size = self.spec.layout.at_most(picked, seqlen)
-        return method.model_spec(seqlen, size).chunk_size
+        return method.engine_spec(seqlen, size, (0,)).chunk_size
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.

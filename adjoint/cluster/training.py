@@ -27,6 +27,7 @@ from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.cluster.shared_files import shared_files
 from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.generators import set_torch_states, torch_states
+from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
 from adjoint.formats.checkpoint_files import (
     FileEntry,
@@ -41,9 +42,8 @@ from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
-from adjoint.train.layout import CutModel
+from adjoint.train.language_model import StackLM, model_class
 from adjoint.train.metrics import MetricsRow
-from adjoint.train.model import StackLM, model_class
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer

@@ -26,8 +26,8 @@ from adjoint.data.config import DataConfig
 from adjoint.data.sources import Sources, check_apart, find_sources
 from adjoint.data.token_cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.tokenizer import CHARS, Tokenizer, load_tokenizer, needs_text
-from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
+from adjoint.layers.packed_documents import document_ends, from_separator
 
 # Keys by which a user names other text.
 TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction", "upper_case")

@@ -37,7 +37,6 @@ from adjoint.data.sources import (
     split_sources,
 )
 from adjoint.data.tokenizer import Tokenizer, unknown_nucleotides
-from adjoint.documents import document_ends
 from adjoint.errors import UserError
 from adjoint.files import (
     atomic_file,
@@ -47,6 +46,7 @@ from adjoint.files import (
     unfinished_path,
     write_atomically,
 )
+from adjoint.layers.packed_documents import document_ends
 from adjoint.progress import Progress
 
 _FORMAT = 5  # increase it whenever the same sources would give other tokens or another file layout

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import device_of, fetched
 from adjoint.engine.verification import Refused, alike, some_numbers
+from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
 from adjoint.hf.call import LABEL_INPUTS, Call
 from adjoint.hf.head import Output, head_output, summed_loss, vocab_size_of
-from adjoint.hf.model_parts import MODEL_ERRORS, access_to, forward_parameters
+from adjoint.hf.model_parts import MODEL_ERRORS, current_weights, forward_parameters
 from adjoint.hf.trial_copy import HALF_DTYPES, in_eval_mode
 from adjoint.loss import tokens_per_slice
 
@@ -102,7 +103,7 @@ def refuse_loss_of_own_forward(call: Call) -> None:
             except MODEL_ERRORS:
                 return
 
-    access_to(model).run(run)
+    current_weights(model).run(run)
 
 
 def _of_function(call: Call, function: Callable[..., Tensor]) -> _Loss:
@@ -140,7 +141,7 @@ def _of_forward(model: PreTrainedModel) -> _Loss:
         with fetched(model.get_output_embeddings()):
             return summed_loss(model, hidden, targets)
 
-    width = access_to(model).shape(weight)[1]
+    width = whole_shape(weight)[1]
     return _Loss("the loss of its forward", width, weight.dtype, 30.0, as_called, summed)
 
 
@@ -257,8 +258,9 @@ def refuse_z_loss(model: PreTrainedModel, coefficient: float, padded: bool) -> N
             f"{check.Z_LOSS} is on, and its loss reads padding, where a chunk's logits differ from the "
             "model's: give rows without padding, or set it to 0",
         )
-    hidden = some_numbers(1, 4, access_to(model).shape(weight)[1]).to(device, weight.dtype)
+    hidden = some_numbers(1, 4, whole_shape(weight)[1]).to(device, weight.dtype)
     inputs = {"labels": torch.full((1, 4), IGNORE_INDEX, device=device), "num_items_in_batch": 1}
-    output = access_to(model).run(lambda: head_output(model, Output(last_hidden_state=hidden), **inputs))
+    hidden_output = Output(last_hidden_state=hidden)
+    output = current_weights(model).run(lambda: head_output(model, hidden_output, **inputs))
     if not alike(output.loss, coefficient * output.logits.logsumexp(-1).square().mean()):
         check.refuse(model, f"{check.Z_LOSS} is on, and its loss is not the usual one; set it to 0")

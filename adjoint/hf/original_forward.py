@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from adjoint.fla.functions import is_of_fla
 from adjoint.hf.call import DOCUMENT_INPUTS, Call
-from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import forward_parameters, original_class
 from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules

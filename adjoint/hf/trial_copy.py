@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.verification import TOKENS, in_evaluation
+from adjoint.engine.weights import whole_shape
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     PassThrough,
-    access_to,
     backbone_of,
     layers_of,
 )
@@ -133,7 +133,7 @@ def example_tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Return ids and labels (1, TOKENS).
 
     None of the ids has a special meaning in the configuration, and two labels are ignored."""
-    table = access_to(model).shape(model.get_input_embeddings().weight)
+    table = whole_shape(model.get_input_embeddings().weight)
     vocab_size = min(table[0], model.config.get_text_config().vocab_size)
     entries = [entry for holder in settings_holders(model).values() for entry in vars(holder).items()]
     values = [

@@ -22,9 +22,9 @@ from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, outer_inputs
 from adjoint.hf.model_parts import (
-    access_to,
     backbone_of,
     calling_original_forwards,
+    current_weights,
     layers_of,
 )
 from adjoint.hf.router_loss import router_loss_coefficient
@@ -78,11 +78,11 @@ def gradients_by_autograd(
     def run(
         model: PreTrainedModel, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]
     ) -> LossAndGradients:
-        access = access_to(model)
+        weights = current_weights(model)
         with calling_original_forwards(model), pytorch_references(model), WithoutCheckpointing(model)():
             with recorded(model) as hidden:
-                value, by_parameter = access.loss_and_gradients(
-                    followed, lambda: access.run(lambda: loss(model, ids, labels))
+                value, by_parameter = weights.loss_and_gradients(
+                    followed, lambda: weights.run(lambda: loss(model, ids, labels))
                 )
             return LossAndGradients(value, [by_parameter.get(p) for p in followed], of_real_tokens(hidden))
 
@@ -140,7 +140,7 @@ def gradient_functions(
 
     # With a memory budget several tapes are alive at once. The trial has two, to find layers that recompute
     # from the latest chunk's values.
-    tapes = 1 if method.memory is None else 2
+    tapes = 1 if method.storage.memory is None else 2
     spec = dataclasses.replace(TRIAL_SPEC, storage=Storage(tapes=tapes))
 
     def step_by_chunks(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
@@ -149,7 +149,7 @@ def gradient_functions(
         cut_spec = move_edges_out_of_blocks(model, spec, batch)
         if not kind.loss:
             context = CallContext.from_call(call, call.padding)
-            backbone = Backbone(model, slots, recompute=method.recompute, context=context)
+            backbone = Backbone(model, slots, recompute=method.storage.recompute, context=context)
             return make_step([backbone, WeightedSum()], batch, cut_spec)
         stage = CausalLM.from_call(call, slots, method, fetches)
         return make_step([stage], batch, cut_spec, group=SINGLE_RANK if kind.shared else None)
@@ -188,7 +188,7 @@ def example_inputs(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: Ca
     inputs: dict[str, Any] = dict.fromkeys(kind.token_inputs, types)
     if kind.embedded:
         with torch.no_grad():
-            inputs["inputs_embeds"] = access_to(model).run(lambda: model.get_input_embeddings()(ids))
+            inputs["inputs_embeds"] = current_weights(model).run(lambda: model.get_input_embeddings()(ids))
     else:
         inputs["input_ids"] = ids
     if kind.position_components:

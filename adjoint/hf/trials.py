@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.verification import TOKENS, Refused, alike
+from adjoint.fla import functions as fla
 from adjoint.hf.check import refuse
 from adjoint.hf.chunk_context import ChunkRandomness, WithoutCheckpointing
-from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
-    access_to,
     backbone_of,
     calling_original_forwards,
+    current_weights,
+    current_weights_type,
     forward_parameters,
     original_class,
 )
@@ -91,7 +92,7 @@ def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
     Args:
         has_positions: whether the call gives position_ids.
     """
-    copied = make_trial_copy(model) if access_to(model).can_copy() else None
+    copied = make_trial_copy(model) if current_weights_type(model).can_copy else None
     model = model if copied is None else copied
     backbone, ids = backbone_of(model), example_tokens(model)[0]
     forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
@@ -102,16 +103,16 @@ def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
         inputs["position_ids"] = torch.arange(TRIAL_CHUNK_SIZE, ids.shape[1], device=ids.device)[None]
     with calling_original_forwards(model), in_eval_mode(model):
         try:
-            expected = access_to(model).run(lambda: forward(input_ids=ids, use_cache=False))[0]
+            expected = current_weights(model).run(lambda: forward(input_ids=ids, use_cache=False))[0]
             caches = [
-                access_to(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
+                current_weights(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
                 for _ in range(2)
             ]
             if caches[0] is None:
                 return False
             has_nan = _fill_last_state(caches[1], torch.nan)
             hidden, from_nan = (
-                access_to(model).run(functools.partial(forward, **inputs, **{name: cache}))[0]
+                current_weights(model).run(functools.partial(forward, **inputs, **{name: cache}))[0]
                 for cache in caches
             )
         except MODEL_ERRORS:
@@ -131,11 +132,11 @@ def counts_cached_tokens(model: PreTrainedModel) -> bool:
     hidden = []
     with calling_original_forwards(model), in_eval_mode(model):
         for positions in inputs:
-            cache = access_to(model).run(lambda: forward(input_ids=first)).get(name)
+            cache = current_weights(model).run(lambda: forward(input_ids=first)).get(name)
             if cache is None:
                 return True
             call = functools.partial(forward, input_ids=token, **{name: cache}, **positions)
-            hidden.append(access_to(model).run(call)[0])
+            hidden.append(current_weights(model).run(call)[0])
     return alike(*hidden)
 
 
@@ -241,8 +242,8 @@ def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -
     accepted = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in accepted.items()}
     forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
     with calling_original_forwards(model):
-        hidden = access_to(model).run(lambda: forward(input_ids=ids, **accepted))[0]
-        later = access_to(model).run(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
+        hidden = current_weights(model).run(lambda: forward(input_ids=ids, **accepted))[0]
+        later = current_weights(model).run(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
         return alike(hidden[:, TRIAL_CHUNK_SIZE:], later)
 
 
@@ -270,7 +271,7 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
 
     def run(**more_inputs: object) -> tuple[Tensor, ...]:
         with randomness.undone(), tensors.restored():  # dropout is the same each time
-            return access_to(model).run(lambda: _tensors(forward(**more_inputs)))
+            return current_weights(model).run(lambda: _tensors(forward(**more_inputs)))
 
     with calling_original_forwards(model), pytorch_references(model), WithoutCheckpointing(model)():
         expected = run()

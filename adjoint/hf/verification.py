@@ -39,6 +39,7 @@ from adjoint.engine.verification import (
     alike,
     tolerance,
 )
+from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.adapters import warn_of_idle_adapters
 from adjoint.hf.cache import Slot
@@ -49,11 +50,11 @@ from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
-    access_kind_of,
-    access_to,
     backbone_of,
     calling_original_forwards,
     current_holding,
+    current_weights,
+    current_weights_type,
     is_of_library,
     original_class,
     root_of,
@@ -165,7 +166,7 @@ class Verification:
 
         def run_original() -> T:
             with calling_original_forwards(self.model):
-                return access_to(self.model).run(lambda: find(self.model))
+                return current_weights(self.model).run(lambda: find(self.model))
 
         return self.compute_once(find, run_original)
 
@@ -209,9 +210,9 @@ class Verification:
         method, group, (rows, seqlen) = self.wrap_state.method, self.wrap_state.group, ids.shape[:2]
         size = method.chunk_size
         if size is None:
-            size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.checkpoints)
+            size = chunk_size_on(ids.device, self.sizes, rows, seqlen, method.storage.checkpoints)
             size = size if group is None else at_most(size, seqlen, ranks_of(group))
-        return method.model_spec(seqlen, size, starts)
+        return method.engine_spec(seqlen, size, starts)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -252,7 +253,7 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
             return verification
     holding = current_holding(model)
     if rests and not holding.is_plain:
-        access_to(model).rest()
+        current_weights(model).rest()
         if wrap_state.holdings is not None:  # looked for again, with the weights in their places
             del wrap_state.holdings[model]
         holding, snapshot = current_holding(model), Snapshot(model)
@@ -303,7 +304,7 @@ def verify(call: Call) -> Verification:
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
     needs = kind.padded, call.reads_padding, call.is_padded_left, call.is_packed
-    padded, reads_padding, is_padded_left, is_packed = map(bool, access_to(model).largest(*needs))
+    padded, reads_padding, is_padded_left, is_packed = map(bool, current_weights(model).largest(*needs))
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
     def compare_gradients(kind: CallKind) -> float:
@@ -427,7 +428,7 @@ def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
     Raises:
         Refused: it does not, for the form in which they are described.
     """
-    (has_numbers,) = access_to(call.model).largest(bool(call.document_arguments))
+    (has_numbers,) = current_weights(call.model).largest(bool(call.document_arguments))
     if has_numbers:  # in any process that holds a part of the weights
         names = call.document_arguments or ("seq_idx",)
         with in_eval_mode(call.model):
@@ -481,14 +482,13 @@ def compare(
             named_parameters=model.named_parameters,
             explain=lambda: explain(model),
             run_whole=run_whole if limit == COARSE or eps else None,
-            largest_over_ranks=access_to(model).largest,
+            largest_over_ranks=current_weights(model).largest,
         )
         return harness.verify(trial, reference)
 
-    access = access_to(model)
-    access.rest()
+    current_weights(model).rest()
     with _without_side_effects(model), full_float32():
-        copied = make_trial_copy(model) if access.can_copy() else None
+        copied = make_trial_copy(model) if current_weights_type(model).can_copy else None
         no_copy_reason = "no copy of it fits or can be made"
         if copied is not None:
             try:
@@ -507,7 +507,7 @@ def compare(
                         "compared on first use"
                     )
                     raise
-                if access.can_copy():
+                if current_weights_type(model).can_copy:
                     _warn(model, f"in its own precision, windows as they are ({no_copy_reason})")
                 return verify_chunks(model, reference)
         with _no_autocast(copied):
@@ -538,7 +538,7 @@ def compare(
 
 
 def _tolerance_of(model: PreTrainedModel) -> float:
-    dtypes = access_to(model).precisions()
+    dtypes = precisions(current_weights(model))
     if (name := rounds_by_chunk(model)) is None:
         return max(GRADIENT_RTOL, tolerance(dtypes, device_of(model)))
     warnings.warn(
@@ -609,7 +609,7 @@ def _results(
 def _explain_loss(model: PreTrainedModel) -> str | None:
     """Say whether the loss is why gradients differ although hidden states do not, or None if unknown."""
     ids, labels = example_tokens(model)
-    if access_kind_of(model).is_collective or backbone_of(model) is model:
+    if current_weights_type(model).is_gathered or backbone_of(model) is model:
         return None
     try:
         with torch.no_grad(), in_eval_mode(model), calling_original_forwards(model):

@@ -163,7 +163,7 @@ class Fit:
         has_offload = "keep" in {field.name for field in dataclasses.fields(setup.method)}
         if has_offload and not setup.spec.storage.offload and setup.machine.kind == "cuda":
             # a budget is for keep="edges" alone
-            without_budget = {} if setup.method.memory is None else {"memory": None}
+            without_budget = {} if setup.method.storage.memory is None else {"memory": None}
             if self.with_method(keep="offload", **without_budget).spans():
                 remedies.append("--method.keep offload" + " --method.memory null" * bool(without_budget))
 

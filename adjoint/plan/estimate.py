@@ -368,7 +368,7 @@ def collective_bytes(setup: Setup) -> int:
 
 def _with_all_states(setup: Setup) -> Setup:
     """Return the setup with the same chunks, whose states are all stored."""
-    if setup.method.checkpoints is None:
+    if setup.method.storage.checkpoints is None:
         return setup
     changes = {"checkpoints": None, "chunk_size": setup.spec.chunk_size}
     return dataclasses.replace(setup, method=dataclasses.replace(setup.method, **changes))

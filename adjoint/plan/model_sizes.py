@@ -140,7 +140,7 @@ class Model:
         """Return each stage's pieces, bottom up.
 
         Args:
-            spans: each shard's layers. are_layers: as `plan.schedule.stages_are_layers` says.
+            spans: each shard's layers. are_layers: as `engine.worker_rules.stages_are_layers` says.
         """
         if are_layers:
             return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]

@@ -207,9 +207,9 @@ class PretrainedModel(Model):
         element = 2 if machine.precision == "bfloat16" else machine.element
         device = machine.kind, machine.memory
         picked = self.source.chunk_size(
-            batch, seqlen, element, *device, method.checkpoints, machine.weights_on_host
+            batch, seqlen, element, *device, method.storage.checkpoints, machine.weights_on_host
         )
-        return method.model_spec(seqlen, layout.at_most(picked, seqlen))
+        return method.engine_spec(seqlen, layout.at_most(picked, seqlen), (0,))
 
     def described(self) -> dict[str, object]:
         return {

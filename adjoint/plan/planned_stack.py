@@ -11,6 +11,7 @@ from torch import nn
 from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes, state_numel
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage, check_windows, costs_of
+from adjoint.engine.worker_rules import CutModel
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.bidirectional_mixer import directions_of
@@ -20,7 +21,7 @@ from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.plan.worker_devices import Machine
 from adjoint.stack import Stack
 from adjoint.train.config import plain
-from adjoint.train.layout import CutModel, Layout
+from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class StackModel(Model):
         element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
         rows, seqlen = size
         states = sum(layer.state for layer in self.layers) * machine.element / self.source.strands
-        activations: float = kept_bytes(self.source, element, method.recompute)
+        activations: float = kept_bytes(self.source, element, method.storage.recompute)
         if self.source.bidirectional is not None:  # one layer's activations at a time
             check_bidirectional_method(method)
             activations, rows = activations / self.n_layer, rows * self.source.strands
@@ -122,7 +123,9 @@ class StackModel(Model):
             width=self.source.d_model,
             weights_on_host=machine.weights_on_host,
         )
-        default = chunk_size_for(sizes, rows, seqlen, machine.kind, machine.memory, method.checkpoints)
+        default = chunk_size_for(
+            sizes, rows, seqlen, machine.kind, machine.memory, method.storage.checkpoints
+        )
         spec = method.engine_spec(seqlen, layout.chunk_size(method, seqlen, default))
         check_windows(self.source, spec)
         if self.source.bidirectional is not None and method.has_chunks:  # scans keep no tapes

@@ -19,6 +19,14 @@ from typing import NamedTuple
 from adjoint.engine.budget import AUTO, RESERVED_CPU, ChunkMemory, tapes_and_states
 from adjoint.engine.grid import EngineSpec, Grid, Key
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
+from adjoint.engine.worker_rules import (
+    exchanges_within_tiles,
+    forward_plan,
+    grid_of,
+    owners_of,
+    stages_are_layers,
+    step_plan,
+)
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
@@ -27,14 +35,6 @@ from adjoint.plan.model_sizes import HEAD, Model
 from adjoint.plan.stage_memory import Conditions, Counted, composed
 from adjoint.plan.tensor_rank import RankModel
 from adjoint.plan.worker_devices import Machine
-from adjoint.plan.worker_programs import (
-    exchanges_within_tiles,
-    forward_plan,
-    grid_of,
-    owners_of,
-    stages_are_layers,
-    step_plan,
-)
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes
@@ -524,7 +524,7 @@ def _memory_in_both_directions(setup: Setup) -> Memory:
     config, machine, storage = setup.model.source, setup.machine, setup.spec.storage
     span, is_plain, checkpoint = range(setup.model.n_layer), setup.plain_autograd, False
     if is_plain:
-        checkpoint = setup.method.checkpoints_layers
+        checkpoint = setup.method.storage.keep == "inputs"
     parts = dict.fromkeys(PARTS, 0) | weights(setup, span, True, True)
     parts["ids"] = 2 * 8 * setup.batch * setup.seqlen
     parts["states"] = 0 if is_plain else sum(map(setup.state, span)) * edges_of(setup)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
-from adjoint.documents import document_numbers
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
+from adjoint.layers.packed_documents import document_numbers
 from adjoint.loss import linear_cross_entropy
-from adjoint.parallel.access import access_kind
+from adjoint.parallel.access import weights_type
 from adjoint.parallel.split_tensors import dtensors
 from adjoint.stack import Stack
 
@@ -75,7 +75,7 @@ def multi_token_loss(
 
 def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of a head's predictions, summed over targets that are not -100."""
-    if (kind := access_kind(head)).runs_backward_in_forward:
+    if (kind := weights_type(head)).is_gathered:
         raise UserError(
             f"{_CALLER}: under {kind.name} the head's weight is whole in the model's own forward alone: use "
             "DistributedDataParallel"

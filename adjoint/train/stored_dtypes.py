@@ -47,7 +47,8 @@ def cast_as_stored(
     loaded = loaded_names(model, stored) if file_format is None else {name: name for name in stored}
     for stored_name, name in loaded.items():
         sources[name].add(stored[stored_name][0])
-    in_float32 = float32_names(model, default)
+    halves = [default, *(kind for kind, _ in stored.values())]  # few of a folder's weights may be in 16 bits
+    in_float32 = float32_names(model, next((kind for kind in halves if kind in HALF), default))
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
     targets: dict[int, torch.dtype] = {}
     for name, tensor in tensors.items():

@@ -46,9 +46,9 @@ from adjoint.train.checkpoint import (
 )
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.gpus import peak_flops
+from adjoint.train.language_model import LanguageModel, OutputWithLoss, model_class
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.metrics import MetricsRow
-from adjoint.train.model import LanguageModel, OutputWithLoss, model_class
 from adjoint.train.optimizer import SteppedInBackward, learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.quantization import described

@@ -16,7 +16,7 @@ import torch
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.engine.schedule import Owners, Recv, Send
-from adjoint.plan.worker_programs import grid_of, step_plan
+from adjoint.engine.worker_rules import grid_of, step_plan
 from tests.cluster.threads import split
 
 WORKERS = 4

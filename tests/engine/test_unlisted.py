@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint import Backprop, Exact, LayerLocal, Truncated
-from adjoint.engine import parameter_access
+from adjoint.engine import sweep
 from adjoint.errors import UserError
 from tests.model_helpers import assert_same, make_ids, make_model, random_from
 
@@ -142,7 +142,7 @@ def test_hooks_get_the_whole_gradient_once() -> None:
 
 def test_a_tensor_of_some_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not known yet when the loss is given its graph."""
-    monkeypatch.setattr(parameter_access, "verify_custom_layers", lambda *_: None)
+    monkeypatch.setattr(sweep, "verify_custom_layers", lambda *_: None)
     model, v = make_model("mamba2"), nn.Parameter(vector())
     layer: Any = model.layers[0]
     layer.register_forward_hook(lambda _, __, out: (out[0] + v, *out[1:]) if out[0].shape[1] == 8 else out)

@@ -24,6 +24,7 @@ from adjoint.plan import run_memory
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
+from adjoint.stack import StackCall
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from tests.training_helpers import metrics, tiny
@@ -61,7 +62,7 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
             stack.head_loss(y, targets).backward()
         else:
             batch = Batch(ids, targets, states=stack.stage_states(states))
-            stack.steps(batch, method.engine_spec(2048, 512)).loss().loss.backward()
+            stack.step(StackCall(batch, method), batch, method.engine_spec(2048, 512)).loss().loss.backward()
     assert tensors(need.parts) == pytest.approx(live.peak, rel=0.1)
 
 

@@ -377,7 +377,8 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], given: str, m
     assert main(["plan", *SMALL, *given.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert message in captured.err and captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+    lines = [line for line in captured.err.splitlines() if not line.startswith("counting memory: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
 
 
 def test_unequal_devices_take_unequal_shares(capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,7 +456,8 @@ def test_a_budget_for_which_there_is_no_room_is_refused_in_a_line(
 ) -> None:
     flags = ["--training.device", "cuda", "--seqlen", "1M", "--method.memory", memory]
     assert main(["plan", *SMALL, *flags, "--device-memory", "750MB"]) == 2
-    assert capsys.readouterr().err.startswith("error: shard 0 (layers 0-3) needs ")
+    last_line = capsys.readouterr().err.splitlines()[-1]  # on a slow machine progress is told before it
+    assert last_line.startswith("error: shard 0 (layers 0-3) needs ")
 
 
 # ---------------------------------------------------------------------------- a transformers model's memory

@@ -30,8 +30,8 @@ from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
+from adjoint.train.language_model import LanguageModel, PretrainedLM, model_class
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
-from adjoint.train.model import LanguageModel, PretrainedLM, model_class
 from adjoint.train.places import RUNS
 from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint

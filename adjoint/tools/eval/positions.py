@@ -16,7 +16,7 @@ from adjoint.data.masking import EVALUATION, Masking
 from adjoint.engine.grid import EngineSpec
 from adjoint.files import new_figure
 from adjoint.progress import Progress
-from adjoint.train.model import LanguageModel
+from adjoint.train.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,8 +28,8 @@ from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, 
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
 from adjoint.train.gpus import GPUS, INSTANCES, LINKS
+from adjoint.train.language_model import check_offload
 from adjoint.train.layout import Layout
-from adjoint.train.model import check_offload
 from adjoint.train.quantization import described
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
