@@ -193,7 +193,7 @@ def test_a_run_over_shards_is_one_in_one_process(
         ({"model__d_model": 32}, "model.d_model: model.from_pretrained has its own; leave 32 out"),
         (
             {"model__from_pretrained": "no/such/model"},
-            "model.from_pretrained: there is no no/such/model; name a folder",
+            "there is no no/such/model; name a folder",
         ),
         ({"cluster__shards": 1, "data__documents": "packed"}, "data.documents: packed documents of a pre"),
     ],
