@@ -394,5 +394,6 @@ class Replica(Trainer):
         super()._announce()
         workers, tensor = self.layout.workers, self.layout.tensor
         each = f"{workers} processes" if workers > 1 else "a process"
-        split = f"; each weight split over {tensor} processes" if tensor > 1 else ""
+        split = f"; chunks of each sequence shared by {self.layout.sequence}" * (self.layout.sequence > 1)
+        split += f"; each weight split over {tensor} processes" * (tensor > 1)
         print(f"replicas: {len(self.peers)} of {each}, each with its rows of every batch{split}", flush=True)
