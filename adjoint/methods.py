@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 from adjoint.engine.grid import BackwardSpec, EngineSpec, Storage
 from adjoint.errors import UserError
-from adjoint.memory import size_bytes
-from adjoint.settings import documented, option
+from adjoint.settings import documented, option, size_bytes
 
 KEEP = ("edges", "inputs", "offload")
 RECOMPUTE = ("none", "selective", "full")

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from adjoint.files import write_atomically
-from adjoint.memory import size_bytes
-from adjoint.settings import whole_number
+from adjoint.settings import size_bytes, whole_number
 from adjoint.tools.measure.journal import Journal, progress
 from adjoint.tools.measure.process import ROOT, Point, Process
 from benchmarks import report

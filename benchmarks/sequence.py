@@ -29,11 +29,11 @@ import torch.distributed as dist
 import adjoint
 from adjoint import StackConfig
 from adjoint.engine.executor import Executor
-from adjoint.plan.memory import Setup
-from adjoint.plan.model import Model
-from adjoint.plan.pretrained import outlined
+from adjoint.plan.model_sizes import Model
+from adjoint.plan.planned_pretrained import outlined
+from adjoint.plan.planned_stack import model_of
 from adjoint.plan.rounds import step_bytes
-from adjoint.plan.stack import model_of
+from adjoint.plan.run_memory import Setup
 from adjoint.tools.measure.passes import Passes, measured, repeated
 from adjoint.tools.measure.process import Point
 from adjoint.train.layout import Layout

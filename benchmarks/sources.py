@@ -14,7 +14,7 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.plan.layouts import candidates
-from adjoint.plan.memory import needs
+from adjoint.plan.run_memory import needs
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point
 from adjoint.tools.plan.command import read_arguments, request_of

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import adjoint
@@ -277,6 +278,9 @@ class PackedFile:
         model.load_state_dict(torch.load(file)["weights"])
         return model.to(dtype)
 
+    def stored_dtypes(self, file: Path) -> dict[str, tuple[torch.dtype, int]]:
+        return {name: (t.dtype, t.numel()) for name, t in torch.load(file)["weights"].items()}
+
     def save(self, model: Any, file: Path, dtype: torch.dtype | None) -> None:
         weights = {name: t.to(dtype or t.dtype) for name, t in model.state_dict().items()}
         torch.save({"sizes": model.config.to_diff_dict(), "weights": weights}, file)
@@ -303,6 +307,9 @@ def test_a_format_of_a_file_in_every_command(
     monkeypatch.setattr("adjoint.tools.compare.measure._limit", lambda *_: None)  # of the tests' own process
     model = make("Mamba2ForCausalLM", torch.float32, vocab_size=260)
     file, out, folder = (tmp_path / name for name in ("in.packed", "out.packed", "folder"))
+    mixed = {name for name, _ in model.named_parameters() if name.endswith(("A_log", "norm_f.weight"))}
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in mixed else torch.bfloat16)
     packed_files.save(model, file, None)
     sizes = {"model__d_model": model.config.hidden_size, "model__n_layer": model.config.num_hidden_layers}
     start: dict[str, Any] = {**sizes, "model__from_pretrained": file, "training__steps": 1}
@@ -313,8 +320,12 @@ def test_a_format_of_a_file_in_every_command(
     for place, said in ((out, "Mamba-2, packed, "), (folder, "Mamba2ForCausalLM of transformers, ")):
         assert main(["export", str(tmp_path / "run"), "--to", str(place)]) == 0
         assert said in capsys.readouterr().out
-    trained = transformers.Mamba2ForCausalLM.from_pretrained(folder).state_dict()
-    assert_same(packed_files.load(out, None).state_dict(), trained, 0)
+    written = torch.load(out)["weights"]
+    stored = load_file(folder / "model.safetensors")
+    for tensors in (written, stored):  # each has the dtype that it has in the file
+        assert {name for name, t in tensors.items() if t.dtype == torch.float32} == mixed
+    trained = transformers.Mamba2ForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert_same(packed_files.load(out, torch.float32).state_dict(), trained, 0)
     assert error(trained, model.state_dict()) > 0
     text = ["--path", str(tmp_path / "text.txt"), "--tokens", "64", "--lengths", "64"]
     assert main(["eval", str(out), *text, "--out", str(tmp_path / "eval")]) == 0

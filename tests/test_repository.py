@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import adjoint
-from adjoint import releases
+from adjoint import layers, releases
 from adjoint.engine.model import ChunkedModel
 from adjoint.engine.sweep import Sweep
 from adjoint.engine.weights import Weights
@@ -37,7 +37,7 @@ FLOORS = [
     "batch",
     "memory",
     "files",
-    "checkpoint",
+    "progress",
     "kernels",
     "layers",
     "loss",
@@ -190,9 +190,11 @@ model(ids, labels=ids, method=adjoint.Exact(2)).loss.backward()
 
 
 def test_type_checkers_and_editors_are_told_the_names_that_there_are() -> None:
-    stub = ROOT / "adjoint" / "__init__.pyi"
-    told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
-    assert told == {name: f"adjoint.{module}" for name, module in adjoint._MODULES.items()}
+    at_once = {"MIXERS": "layers.config", "StackConfig": "layers.config"}
+    for folder, modules in (("", adjoint._MODULES), ("layers", layers._MODULES | at_once)):
+        stub = ROOT / "adjoint" / folder / "__init__.pyi"
+        told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
+        assert told == {name: f"adjoint.{module}" for name, module in modules.items()}
     assert set(adjoint.__all__) <= set(dir(adjoint))
     with pytest.raises(AttributeError, match="no attribute 'Exacte'"):
         adjoint.Exacte  # noqa: B018
@@ -251,6 +253,15 @@ def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
 
     assert max(map(height, entries)) <= HIGHEST
     assert len(entries) <= 26
+
+
+def test_modules_have_names_of_their_own() -> None:
+    """But for what each tool or each operation's folder has, and for a format and a mixer of one model."""
+    roles = {"__init__", "__main__", "config", "command", "report", "reference", "triton", "trial"}
+    twice = {"modules", "rwkv7", "stage", "verification"}  # may only become fewer
+    kernels = ROOT / "adjoint" / "kernels"
+    stems = [path.stem for path in python_files("adjoint") if kernels not in path.parents[2:]]
+    assert {stem for stem in stems if stems.count(stem) > 1} - roles == twice
 
 
 def test_imports_are_not_hidden_from_the_interpreter() -> None:

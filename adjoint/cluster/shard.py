@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
-from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper, share
+from adjoint.cluster.process_group import DistributedTransport
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Connections, Executor
@@ -35,6 +34,7 @@ from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import FileEntry, StoredTensors
 from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
@@ -51,7 +51,7 @@ from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
 from adjoint.stack import Stack
-from adjoint.train.carried_state import STEM, Carried
+from adjoint.train.carry_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer, take_step
@@ -139,7 +139,7 @@ class PipelineWorker:
         # that is to wait for others.
         self.progress, self.at = 0, ("", False)
 
-    # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained`).
+    # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained_shard`).
 
     embedding_name, head_name = "embedding.weight", "lm_head.weight"
 

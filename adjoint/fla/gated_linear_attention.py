@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjoint.kernels import checks
 from adjoint.kernels.linear_scan import linear_scan
-from adjoint.kernels.recurrence import zero_where
+from adjoint.kernels.plain_recurrence import zero_where
 
 BLOCK = 64  # tokens from one computed state to the next, a power of two
 

@@ -41,7 +41,7 @@ from adjoint.kernels.collectives import all_gather_tokens, reduce_scatter_tokens
 from adjoint.layers import MIXERS, Block, State
 from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
-from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, check_splits, share_of
+from adjoint.layers.weight_splits import RowParallelLinear, Split, Splits, check_splits, share_of
 from adjoint.loss import VocabularyShard
 from adjoint.parallel.agreement import digest, refuse_different_models
 
@@ -404,7 +404,7 @@ class SplitEmbeddingStage(Embedding):
             return table(x, self.whole_tokens), (), pullback
 
 
-class _Context(FunctionCtx):
+class _SharedRowsContext(FunctionCtx):
     """The attributes that `_SummedOverRanks` and `_FromFirstOwner` keep for their backward."""
 
     group: dist.ProcessGroup
@@ -416,14 +416,14 @@ class _SummedOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, group: dist.ProcessGroup, placements: Sequence[Placement], *tensors: Tensor
+        ctx: _SharedRowsContext, group: dist.ProcessGroup, placements: Sequence[Placement], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.placements = group, placements
         ctx.set_materialize_grads(False)
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SharedRowsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         totals = [None if d is None else d.clone() for d in gradients]  # others may read the originals
         _sum_shared_rows(zip(ctx.placements, totals, strict=True), ctx.group)
         return None, None, *totals
@@ -436,7 +436,7 @@ class _FromFirstOwner(torch.autograd.Function):
     forward = _SummedOverRanks.forward
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SharedRowsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         owned = (
             None if d is None else placement.without_repeats(d)
             for placement, d in zip(ctx.placements, gradients, strict=True)

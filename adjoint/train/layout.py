@@ -1,16 +1,20 @@
-"""Distribution of a run over workers, and checks of settings that it excludes."""
+"""Distribution of a run over workers, and checks of settings that it excludes; made without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from adjoint.engine.chunk_size import at_most
-from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
-from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
+
+
+class LayeredModel(Protocol):
+    """A `StackConfig`, or `engine.worker_rules.CutModel`, which imports torch."""
+
+    @property
+    def n_layer(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class Layout:
     def at_most(self, chunk_size: int, seqlen: int) -> int:
         """Return the tokens of a chunk, fewer where else some worker of a sequence would not have two of
         them."""
+        from adjoint.engine.chunk_size import at_most
+
         return at_most(chunk_size, seqlen, self.sequence)
 
     def chunk_size(self, method: Method, seqlen: int, default: int) -> int:
@@ -161,9 +167,11 @@ class Layout:
 
     # ------------------------------------------------------------------------------ what does not go together
 
-    def check(self, model: StackConfig | CutModel, method: Method) -> None:
+    def check(self, model: LayeredModel, method: Method) -> None:
         """Raise a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
         cannot be spread so."""
+        from adjoint.layers import MIXERS, Mixer
+
         if self.shards > model.n_layer:
             raise UserError(
                 f"cluster.shards: {self.shards} shards for {model.n_layer} layers; each needs one"

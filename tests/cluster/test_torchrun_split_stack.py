@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adjoint.checkpoint import list_checkpoints
+from adjoint.formats.checkpoint_files import list_checkpoints
 from tests.cluster.processes import started, torchrun
 from tests.training_helpers import metrics, same_training, tiny, train_tiny, weights
 

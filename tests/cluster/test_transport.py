@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.transport import DistributedTransport, meet
+from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.engine.schedule import Owners, Recv, Send
 from adjoint.engine.worker_rules import grid_of, step_plan
 from tests.cluster.threads import split

@@ -22,7 +22,7 @@ from adjoint.engine.autocast import CastWeights
 from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
 from adjoint.methods import RECOMPUTE
-from adjoint.plan.stack import StackModel
+from adjoint.plan.planned_stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
 from adjoint.stack import StackCall, chunked, modules
 from tests.fuzz import stacks

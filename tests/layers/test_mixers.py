@@ -16,8 +16,8 @@ from adjoint.batch import Batch
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
 from adjoint.layers import MIXERS, WINDOWED
-from adjoint.plan.memory import Machine, Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.stack import StackCall
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (

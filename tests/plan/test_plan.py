@@ -20,9 +20,9 @@ from adjoint.memory import total_memory_bytes, usable_cores
 from adjoint.plan import estimate as plan_time
 from adjoint.plan.layouts import Request, more_rows, rank
 from adjoint.plan.links import Links
-from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.plan.simulate import Span, Timeline
-from adjoint.plan.stack import model_of
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.tools.plan.command import REACHED, REACHED_RANGE
 from adjoint.tools.plan.plot import joined_spans, shares_of
@@ -494,7 +494,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def outlined(folder: str) -> Any:
-    from adjoint.plan.pretrained import outlined
+    from adjoint.plan.planned_pretrained import outlined
 
     return outlined(folder)
 

@@ -28,10 +28,10 @@ from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.hf.transformers_api import expert_functions
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method, check_wrapped_method
-from adjoint.plan.machine import Machine
-from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.roofline import StageWork
 from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
+from adjoint.plan.worker_devices import Machine
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import share_in_8bit
 from adjoint.train.pretrained import KEY, configuration

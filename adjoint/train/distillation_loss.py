@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.train.logprobs import counted_tokens
+from adjoint.train.token_logprobs import counted_tokens
 
 
 def distillation_loss(

@@ -15,9 +15,9 @@ from adjoint.engine.stage import Stage
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
 from adjoint.plan import stage_memory
-from adjoint.plan.machine import Machine
 from adjoint.plan.roofline import StageWork
 from adjoint.plan.stage_memory import Conditions, Counted
+from adjoint.plan.worker_devices import Machine
 from adjoint.train.layout import Layout
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adjoint.engine import binomial
-from adjoint.plan.memory import Setup
+from adjoint.plan.run_memory import Setup
 
 SUSTAINED_LINK = 0.8  # of a link's peak, what copies of pinned memory are assumed to keep up
 # bytes per second of host memory: what the threads that add gradients are assumed to read and write together

@@ -30,11 +30,11 @@ from adjoint.engine.worker_rules import (
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
-from adjoint.plan.bidirectional import step_peak
-from adjoint.plan.machine import Machine
-from adjoint.plan.model import HEAD, Model
+from adjoint.plan.bidirectional_step import step_peak
+from adjoint.plan.model_sizes import HEAD, Model
 from adjoint.plan.stage_memory import Conditions, Counted, composed
-from adjoint.plan.tensor import RankModel
+from adjoint.plan.tensor_rank import RankModel
+from adjoint.plan.worker_devices import Machine
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import moment_bytes

@@ -14,11 +14,11 @@ from adjoint.engine.stage import Stage, check_windows, costs_of
 from adjoint.engine.worker_rules import CutModel
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
-from adjoint.layers.bidirectional import directions_of
+from adjoint.layers.bidirectional_mixer import directions_of
 from adjoint.methods import Method, check_bidirectional_method
-from adjoint.plan.machine import Machine
-from adjoint.plan.model import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
+from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, fake_tensors
+from adjoint.plan.worker_devices import Machine
 from adjoint.stack import Stack
 from adjoint.train.config import plain
 from adjoint.train.layout import Layout
@@ -148,7 +148,7 @@ def model_of(model: Model | StackConfig | CutModel) -> Model:
     if isinstance(model, StackConfig):
         return StackModel(model)
     from adjoint.hf.split import Pretrained
-    from adjoint.plan.pretrained import PretrainedModel
+    from adjoint.plan.planned_pretrained import PretrainedModel
 
     assert isinstance(model, Pretrained)
     return PretrainedModel(model)

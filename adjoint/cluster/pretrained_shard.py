@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import StoredTensors
 from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verify_description
 from adjoint.hf.transformers_api import loads_unchanged
@@ -23,7 +23,7 @@ from adjoint.hf.trial_copy import duplicate_layers
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.methods import Method, check_wrapped_method
-from adjoint.plan.pretrained import outlined
+from adjoint.plan.planned_pretrained import outlined
 from adjoint.plan.stage_memory import Uncountable
 from adjoint.train.pretrained import KEY, configuration, damaged_weights
 

@@ -13,11 +13,11 @@ import torch
 
 from adjoint.engine.grid import EngineSpec
 from adjoint.layers import MIXERS, StackConfig
-from adjoint.layers.tensor_parallel import check_splits
+from adjoint.layers.weight_splits import check_splits
 from adjoint.methods import Method
-from adjoint.plan.machine import Machine
-from adjoint.plan.model import Model
+from adjoint.plan.model_sizes import Model
 from adjoint.plan.stage_memory import Conditions, Counted
+from adjoint.plan.worker_devices import Machine
 from adjoint.train.layout import Layout
 
 GATHERED = 2  # tensors of all tokens that exist at a time: a gathered input, and what is scattered

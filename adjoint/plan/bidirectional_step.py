@@ -16,7 +16,7 @@ import torch
 
 from adjoint.engine.grid import EngineSpec
 from adjoint.layers import StackConfig
-from adjoint.plan.model import Model
+from adjoint.plan.model_sizes import Model
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.stack import Stack
 
