@@ -1,0 +1,1 @@
+"""What tries a wrapped model on first use: which trials a call needs, and the trials themselves."""
