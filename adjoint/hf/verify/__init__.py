@@ -1,1 +1,1 @@
-"""What tries a wrapped model on first use: which trials a call needs, and the trials themselves."""
+"""Verification of a wrapped model on first use: which trials a call needs, and the trials themselves."""
