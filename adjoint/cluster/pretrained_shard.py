@@ -19,7 +19,7 @@ from adjoint.formats.checkpoint_files import StoredTensors
 from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verify_description
 from adjoint.hf.transformers_api import loads_unchanged
-from adjoint.hf.trial_copy import duplicate_layers
+from adjoint.hf.verify.trial_copy import duplicate_layers
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.methods import Method, check_wrapped_method

@@ -33,8 +33,8 @@ from adjoint.hf.call import Call
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import Backbone, CallContext, make_step
 from adjoint.hf.transformers_api import CACHE_LAYERS, REQUIRED_CACHE_CLASS, STATE_CACHE_CLASS, Cache
-from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
-from adjoint.hf.verification import verification_of
+from adjoint.hf.verify.first_use import verification_of
+from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.layers import State
 
 INDEXER_KEYS = ("indexer", "block_index")  # names of slots that only picking keys reads

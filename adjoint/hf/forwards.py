@@ -60,8 +60,7 @@ from adjoint.hf.shared_rows import halves_tokens
 from adjoint.hf.snapshot import WRAPS, Snapshot
 from adjoint.hf.stage import CausalLM
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
-from adjoint.hf.trials import ignores_input
-from adjoint.hf.verification import (
+from adjoint.hf.verify.first_use import (
     Verification,
     refuse_documents_that_mix,
     refuse_unknown_inputs,
@@ -69,6 +68,7 @@ from adjoint.hf.verification import (
     verify,
     verify_pieces,
 )
+from adjoint.hf.verify.trials import ignores_input
 from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.methods import is_plain
 

@@ -34,7 +34,7 @@ from adjoint.hf.router_loss import RouterLogits
 from adjoint.hf.shared_rows import segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
-from adjoint.hf.verification import Verification, verify
+from adjoint.hf.verify.first_use import Verification, verify
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
 

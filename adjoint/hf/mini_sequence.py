@@ -22,10 +22,10 @@ from adjoint.hf.call import Call, CallKind
 from adjoint.hf.chunk_context import WithoutCheckpointing
 from adjoint.hf.head import LogitTerms, custom_loss_function, run_checkpointed, summed_loss
 from adjoint.hf.logit_penalty import LogitPenalty
-from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
-from adjoint.hf.trial_gradients import example_inputs
+from adjoint.hf.verify.loss_trial import refuse_unsummable_loss
+from adjoint.hf.verify.trial_copy import example_tokens, in_eval_mode
+from adjoint.hf.verify.trial_gradients import example_inputs
 from adjoint.methods import Pieces
 from adjoint.parallel.access import weights_type
 

@@ -25,8 +25,8 @@ from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import backbone_of, calling_original_forwards, current_weights
 from adjoint.hf.stage import Backbone, CallContext
-from adjoint.hf.trial_copy import example_tokens
-from adjoint.hf.verification import Verification
+from adjoint.hf.verify.first_use import Verification
+from adjoint.hf.verify.trial_copy import example_tokens
 
 
 def segments_of(call: Call, verification: Verification) -> SharedRows | None:

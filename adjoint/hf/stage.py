@@ -59,7 +59,6 @@ from adjoint.hf.language_inputs import (
     outer_inputs,
 )
 from adjoint.hf.logit_penalty import LogitPenalty
-from adjoint.hf.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.hf.model_parts import (
     Forward,
     backbone_of,
@@ -71,6 +70,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
+from adjoint.hf.verify.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of

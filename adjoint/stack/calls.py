@@ -39,7 +39,7 @@ from adjoint.methods import Method, check_bidirectional_method, check_stack_meth
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import group_of
 from adjoint.stack.chunked import ChunkedStack, StackCall
-from adjoint.stack.modules import WHOLE_SEQUENCE
+from adjoint.stack.structure import WHOLE_SEQUENCE
 
 _run_loss, _run_hidden = uncompiled(run_loss), uncompiled(run_hidden)
 

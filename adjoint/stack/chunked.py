@@ -28,7 +28,7 @@ from adjoint.parallel.context import distribution_of, ranks_of
 from adjoint.parallel.tensor import (
     reads_windows,
 )
-from adjoint.stack.modules import StackModules
+from adjoint.stack.structure import StackModules
 
 
 class StackCall(NamedTuple):

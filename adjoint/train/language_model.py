@@ -288,7 +288,7 @@ class PretrainedLM(LanguageModel):
         return self.module.num_parameters()
 
     def chunk_size(self, batch: int, seqlen: int) -> int:
-        from adjoint.hf.verification import verification_of
+        from adjoint.hf.verify.first_use import verification_of
 
         sizes, device = verification_of(self.module).sizes, device_of(self.module)
         default = chunk_size_on(device, sizes, batch, seqlen, self.method.storage.checkpoints)

@@ -22,7 +22,7 @@ from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.transformers_api import distributed_config_class, transformers_logging
-from adjoint.hf.trial_copy import example_tokens
+from adjoint.hf.verify.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method

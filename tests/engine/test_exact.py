@@ -24,7 +24,7 @@ from adjoint.layers import WINDOWED
 from adjoint.methods import RECOMPUTE
 from adjoint.plan.planned_stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
-from adjoint.stack import StackCall, chunked, modules
+from adjoint.stack import StackCall, chunked, structure
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
 from tests.model_helpers import (
@@ -315,7 +315,7 @@ def test_no_chunk_looks_at_all_parameters(monkeypatch: pytest.MonkeyPatch) -> No
         calls[0] += 1
         return weights_type(module)
 
-    for module in (chunked, modules):
+    for module in (chunked, structure):
         monkeypatch.setattr(module, "weights_type", counted)
     counts = []
     for chunk_size in (20, 4):

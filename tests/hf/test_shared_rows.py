@@ -16,7 +16,7 @@ from adjoint import Exact
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Slab
-from adjoint.hf.verification import verification_of
+from adjoint.hf.verify.first_use import verification_of
 from adjoint.kernels import attention
 from tests.engine.test_shared_prefix import labels_of, packed, stored_tokens, tree
 from tests.engine.test_shared_prefix import slabs as slabs  # a fixture

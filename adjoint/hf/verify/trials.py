@@ -28,7 +28,7 @@ from adjoint.hf.model_parts import (
     original_class,
 )
 from adjoint.hf.transformers_api import cache_argument
-from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode, make_trial_copy
+from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode, make_trial_copy
 
 
 def refuse_left_padding(model: PreTrainedModel) -> None:

@@ -41,13 +41,11 @@ from adjoint.engine.verification import (
 )
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
-from adjoint.hf.adapters import warn_of_idle_adapters
 from adjoint.hf.cache import Slot
 from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
-from adjoint.hf.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     backbone_of,
@@ -64,7 +62,9 @@ from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import StageParts, find_slots
 from adjoint.hf.transformers_api import FALLBACK_LOGGER, install_output_hooks
-from adjoint.hf.trial_copy import (
+from adjoint.hf.verify.idle_adapters import warn_of_idle_adapters
+from adjoint.hf.verify.loss_trial import refuse_loss_of_own_forward
+from adjoint.hf.verify.trial_copy import (
     SHORT_WINDOW,
     TRIAL_CHUNK_SIZE,
     example_tokens,
@@ -72,8 +72,8 @@ from adjoint.hf.trial_copy import (
     make_trial_copy,
     shorten_windows,
 )
-from adjoint.hf.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
-from adjoint.hf.trials import (
+from adjoint.hf.verify.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
+from adjoint.hf.verify.trials import (
     ignores_input,
     refuse_if_documents_mix,
     refuse_left_padding,

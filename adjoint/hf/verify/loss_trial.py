@@ -22,7 +22,7 @@ from adjoint.hf import check
 from adjoint.hf.call import LABEL_INPUTS, Call
 from adjoint.hf.head import Output, head_output, summed_loss, vocab_size_of
 from adjoint.hf.model_parts import MODEL_ERRORS, current_weights, forward_parameters
-from adjoint.hf.trial_copy import HALF_DTYPES, in_eval_mode
+from adjoint.hf.verify.trial_copy import HALF_DTYPES, in_eval_mode
 from adjoint.loss import tokens_per_slice
 
 LOSS_RTOL, HALF_LOSS_RTOL = 1e-4, 1e-2  # of losses in float32 at least, and through a head in half precision

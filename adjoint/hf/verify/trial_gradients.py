@@ -29,7 +29,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, find_slots, make_step
-from adjoint.hf.trial_copy import SHORT_WINDOW, TRIAL_CHUNK_SIZE
+from adjoint.hf.verify.trial_copy import SHORT_WINDOW, TRIAL_CHUNK_SIZE
 from adjoint.methods import Method
 from adjoint.parallel.context import SINGLE_RANK
 
