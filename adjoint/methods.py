@@ -67,8 +67,8 @@ class Method(Protocol):
         name: in configurations, `method.name`.
         has_chunks: whether the engine runs it by chunks; else autograd goes through the whole sequence.
         chunk_size: tokens per chunk; None if one is picked from the model's widths and the device.
-        storage: what the forward stores for the backward. Of a plain backward of a `Stack`, `keep` is
-            "inputs" if each layer's activations are computed again.
+        storage: what the forward stores for the backward. Where autograd runs a `Stack`, keep="inputs" says
+            that each layer's activations are computed again.
         share_prefixes: whether a common beginning of several rows is computed once (see `Exact`).
         picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
         is_exact: whether gradients are backpropagation's, to rounding, whatever its settings.
@@ -361,7 +361,7 @@ class Truncated(Method):
     def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
         """Return the spec: cotangents from the layer above, the adjoint state cut to the window.
 
-        Of a wrapped model, cotangents are dropped at edges a window apart."""
+        In a wrapped model cotangents are dropped at edges a window apart."""
         size = min(self.chunk_size or default, seqlen)
         if documents is not None:
             assert isinstance(self.window, int)
