@@ -103,6 +103,8 @@ def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # no idle workers, each of which imports Ray
+    os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     os.environ["ADJOINT_TEST_FAULT"] = str(tmp_path_factory.mktemp("fault") / "fault.json")
     import ray
 

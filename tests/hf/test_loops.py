@@ -487,11 +487,11 @@ def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- examples
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("names", "needs"),
     [
-        ("own_loop transformers_trainer", "accelerate"),  # in one process: importing takes the longest
+        pytest.param("own_loop", None, marks=pytest.mark.slow),
+        pytest.param("transformers_trainer", "accelerate", marks=pytest.mark.slow),
         pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.slow),
         pytest.param("ddp", None, marks=pytest.mark.slow),
         pytest.param("fsdp", None, marks=pytest.mark.slow),

@@ -244,6 +244,7 @@ def test_auto_is_most_of_what_weights_leave_on_a_gpu() -> None:
     assert found == parts(budget) and found["chunk"] > 10 * parts(None)["chunk"]
 
 
+@pytest.mark.slow
 def test_a_process_takes_some_hundred_megabytes_for_a_model_of_no_size(tmp_path: Path) -> None:
     """As docs/plan.md says; less or much more would be counted twice, or a leak."""
     argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path)]
