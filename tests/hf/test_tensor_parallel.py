@@ -172,17 +172,6 @@ def test_weights_that_are_no_dtensors_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method",
-    [adjoint.Exact(8, recompute="full"), adjoint.Exact(8, memory="1GB"), adjoint.MiniSequence()],
-    ids=str,
-)
-def test_other_methods(method: Any, tmp_path: Path) -> None:
-    make(LLAMA).save_pretrained(tmp_path / "model")
-    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37], method)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     "sizes",
     [pytest.param({"tp_size": 2}, marks=pytest.mark.slow), {"tp_size": 2, "ep_size": 2}],
     ids=str,
@@ -252,24 +241,6 @@ def test_a_plan_for_a_class_that_has_none(tmp_path: Path) -> None:
     make("BambaForCausalLM").save_pretrained(tmp_path / "model")
     sizes = {"tp_size": 2, "tp_plan": plan}
     on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), sizes, [37, 8, 19])
-
-
-def with_documents(folder: str) -> None:
-    """Compare with one process by chunks, as transformers' own code may let documents see earlier ones."""
-    with float64_throughout():
-        plain, model = load(folder), load(folder, DistributedConfig(tp_size=2))
-        positions = torch.cat([torch.arange(11), torch.arange(26)]).expand(2, 37)
-        inputs = batch(37) | {"position_ids": positions}
-        expected, result = (loss_and_gradients(adjoint.wrap(m, METHOD), inputs) for m in (plain, model))
-        assert_same(result, expected, 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:position_ids restart")
-@pytest.mark.parametrize("name", [LLAMA, "Qwen3_5ForCausalLM"])
-def test_documents(name: str, tmp_path: Path) -> None:
-    make(name).save_pretrained(tmp_path / "model")
-    on_ranks(2, tmp_path, with_documents, str(tmp_path / "model"))
 
 
 def with_adapters(folder: str) -> None:
