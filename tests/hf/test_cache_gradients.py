@@ -16,8 +16,8 @@ from torch import Tensor
 import adjoint
 from adjoint.engine import step as engine_step
 from adjoint.engine.executor import Executor
+from tests.fuzz import caches
 from tests.hf.hf_models import (
-    RELEASE,
     VOCAB,
     assert_exact,
     current_gradients,
@@ -65,47 +65,22 @@ def shifted(ids: Tensor) -> Tensor:
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
 
 
-def repeat_rows(cache: Any, repeats: int) -> Any:
-    """Branch a cache as transformers can: not all kinds of layers have batch_repeat_interleave."""
-    rows = torch.arange(2).repeat_interleave(repeats)
-    if any(not hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
-        cache.reorder_cache(rows)
-    else:
-        cache.batch_repeat_interleave(repeats)
-    return cache
+TREE: list[dict[str, Any]] = [{"tokens": 9}, {"tokens": 5, "after": 0}, {"tokens": 11, "after": 1}]
+TREE += [{"tokens": 7, "after": 2, "rows": "repeat"}, {"tokens": 6, "after": 2}]
+CROPPED: list[dict[str, Any]] = [{"tokens": 13}, {"tokens": 9, "after": 0, "crop": 2}]
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("only_last", [False, True], ids=["all losses", "last loss"])
-@pytest.mark.parametrize("name", MODELS)
-def test_three_calls_and_two_branches(name: str, only_last: bool) -> None:
-    """Three calls, from whose last cache two branches go on: one with the rows doubled, and a deep copy."""
-    if name == "MambaForCausalLM" and RELEASE < (5, 17):
-        pytest.skip(
-            "its forward takes num_items_in_batch, by which the parts are weighed, and does not read it"
-        )
-    model, ids = make(name), tokens(2, CUTS[-1])
-    answers = [tokens(4, 7, seed=5), tokens(2, 6, seed=6)]
-    wrapped = wrapped_copy(model)
-    with float64_throughout():
-        losses, cache = chain(wrapped, ids, shifted(ids))
-        branches = [repeat_rows(copy.deepcopy(cache), 2), cache]
-        for answer, branch in zip(answers, branches, strict=True):
-            inputs = {"input_ids": answer, "labels": answer, name_of_cache(model): branch}
-            losses.append(wrapped(**inputs, num_items_in_batch=50).loss)
-        total = sum(losses[-2:] if only_last else losses)
-        total.backward()
-
-        expected = torch.zeros(())
-        if not only_last:
-            expected = expected + loss_of(model, ids, shifted(ids), ids.numel())
-        for answer in answers:
-            prompt = ids.repeat_interleave(len(answer) // 2, 0)
-            rows = torch.cat([prompt, answer], dim=1)
-            labels = torch.cat([torch.full_like(prompt, -100), shifted(answer)], dim=1)
-            expected = expected + loss_of(model, rows, labels, 50)
-        expected.backward()
-    assert_exact((total.detach(), current_gradients(wrapped)), (expected.detach(), current_gradients(model)))
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [*((n, TREE) for n in MODELS), (LLAMA, [{"tokens": 13}, {"tokens": 9, "after": 0, "crop": 2}])],
+)
+def test_three_calls_and_two_branches(name: str, calls: list[dict[str, Any]], only_last: bool) -> None:
+    """Cases of the fuzzer: three calls, from whose last cache two branches go on, one with the rows doubled;
+    and a cache that is cropped."""
+    case = {"seed": 3, "model": name, "calls": calls, "method": {"chunk_size": 4}}
+    caches.check(case | ({"only_last": True} if only_last else {}))
 
 
 def loss_of(model: Any, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: int) -> Tensor:
@@ -134,19 +109,6 @@ def test_three_calls_by_each_method(method: Any) -> None:
     expected = loss_of(model, ids, shifted(ids), ids.numel())
     expected.backward()
     assert_exact((loss.detach(), current_gradients(wrapped)), (expected.detach(), current_gradients(model)))
-
-
-def test_an_attention_cache_is_cropped() -> None:
-    model, ids = make(LLAMA), tokens(2, 20)
-    wrapped = wrapped_copy(model)
-    cache = wrapped(input_ids=ids[:, :13], labels=ids[:, :13], use_cache=True).past_key_values
-    cache.crop(-2)
-    wrapped(input_ids=ids[:, 11:], labels=ids[:, 11:], past_key_values=cache).loss.backward()
-    labels = ids.clone()
-    labels[:, :12] = -100
-    model(input_ids=ids, labels=labels).loss.backward()
-    loss = torch.ones(())
-    assert_exact((loss, current_gradients(wrapped)), (loss, current_gradients(model)))
 
 
 @pytest.mark.parametrize("name", [BAMBA, LLAMA])
