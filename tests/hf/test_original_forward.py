@@ -45,7 +45,11 @@ def cases_of_the_fuzzer() -> Iterator[dict[str, Any]]:
         for name in (MAMBA, "BloomForCausalLM", "MptForCausalLM", XLSTM):
             yield case | {"model": name, "documents": [7, 10], "form": modes.FORMS[number % 3]}
     for name in (XLSTM, GRIFFIN, "DeepseekV4ForCausalLM"):
-        yield case | {"model": name, "pieces": [17], "padded": 6}
+        yield (
+            case
+            | {"model": name, "pieces": [17], "padded": 6}
+            | ({"positions": True} if name == GRIFFIN else {})
+        )
 
 
 @pytest.mark.sampled(7)
