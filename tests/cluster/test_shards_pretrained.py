@@ -138,6 +138,7 @@ def test_nobody_reads_more_than_its_part(tied: bool, read: list[str], tmp_path: 
         shard.load(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, options", [CASES[0], CASES[1], ("GPT2LMHeadModel", {})])
 def test_files_say_what_the_loaded_model_says(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     make(name, torch.float32, **options).save_pretrained(tmp_path)

@@ -147,7 +147,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return Counts(monkeypatch)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("chunk_size, states", [(9, 1), (9, 4), (8, 9), (5, 3), (50, 2), (9, 40)])
 def test_recomputed_chunks_are_the_formula_s_and_states_no_more_than_given(
     counts: Counts, chunk_size: int, states: int
@@ -193,7 +193,7 @@ ROUTED = {"output_router_logits": True}
 
 
 @pytest.mark.filterwarnings("ignore:position_ids restart")
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", ["Mamba2ForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM"])
 def test_losses_and_gradients_of_wrapped_models_are_those_with_all_states(name: str, is_packed: bool) -> None:

@@ -131,7 +131,7 @@ def gradients(
     return {name: t.grad for name, t in tensors.items() if t.grad is not None}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "way", "method"),
     [

@@ -43,6 +43,7 @@ def call_once(function: Any, x: Any, state: Any) -> Any:
     return function(x, state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

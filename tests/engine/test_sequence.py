@@ -87,9 +87,7 @@ def compare(
     assert got["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-12)
     assert got.keys() == expected.keys()
     sizes, limit = ({n: float(g.norm()) for n, g in each.items()} for each in (got, expected)), 1e-13
-    zeros = [
-        {n for n, size in of.items() if size < limit * max(of.values())} for of in sizes
-    ]  # but rounding
+    zeros = [{n for n, size in of.items() if size < limit * max(of.values())} for of in sizes]  # but rounding
     assert zeros[0] == zeros[1]
     assert_same(*({n: each[n] for n in each.keys() - zeros[0]} for each in (got, expected)), 1e-10)
     case.model.zero_grad(set_to_none=True)

@@ -212,6 +212,7 @@ def test_keys_of_a_beginning_are_stored_once_and_read_in_one_call(
     assert not slabs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 25}])
 def test_keys_that_are_shared_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -70,7 +70,7 @@ TREE += [{"tokens": 7, "after": 2, "rows": "repeat"}, {"tokens": 6, "after": 2}]
 CROPPED: list[dict[str, Any]] = [{"tokens": 13}, {"tokens": 9, "after": 0, "crop": 2}]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("only_last", [False, True], ids=["all losses", "last loss"])
 @pytest.mark.parametrize(
     ("name", "calls"),
@@ -91,6 +91,7 @@ def loss_of(model: Any, input_ids: Tensor, shift_labels: Tensor, num_items_in_ba
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "method",
     [
@@ -134,7 +135,7 @@ def test_backwards_as_torch_has_them(name: str) -> None:
         second_loss.backward()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reason", ["backward has run", "used without gradients", "made without gradients"])
 def test_a_cache_without_a_way_back_is_a_value(reason: str) -> None:
     """The second call has the gradients that a detached cache gives it."""
@@ -200,7 +201,7 @@ def test_calls_are_freed_as_the_backward_goes(monkeypatch: pytest.MonkeyPatch) -
         gc.enable()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_without_labels(name: str) -> None:
     """Logits and hidden states of calls in training mode that go on from caches; a cache that is given is

@@ -53,7 +53,7 @@ def run_segments(model: Any, ids: Tensor, cache: Any = None, **inputs: Any) -> t
     return total, cache
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", [BAMBA, QWEN, MAMBA, MISTRAL, LLAMA])
 def test_segments_are_one_sequence_whose_states_are_cut(name: str) -> None:
     """Ten segments, the last one shorter, against the untouched model, which goes on span by span from
@@ -67,6 +67,7 @@ def test_segments_are_one_sequence_whose_states_are_cut(name: str) -> None:
     assert_exact((total, current_gradients(wrapped)), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [BAMBA, QWEN, MISTRAL])
 def test_the_cache_is_transformers_own(name: str) -> None:
     """The untouched model goes on from it as from its own; a call does not change the cache it is given."""
@@ -98,7 +99,7 @@ def test_the_cache_is_transformers_own(name: str) -> None:
     assert losses[0] == losses[2] and losses[0].item() == pytest.approx(losses[1].item(), rel=1e-13)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "method"),
     [

@@ -20,7 +20,7 @@ METHODS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:position_ids restart")
 def test_documents_that_begin_inside_a_window(method: str) -> None:

@@ -147,7 +147,7 @@ def accuracy(evaluation: Any) -> dict[str, float]:
     return {"accuracy": (right & counted).sum() / counted.sum(), "logits": evaluation.predictions.size}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [({}, {}), ({"label_smoothing_factor": 0.2}, {}), ({}, {"compute_loss_func": own_loss})],
@@ -330,7 +330,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_ten_steps_of_peft(case: str, wrapped_first: bool) -> None:

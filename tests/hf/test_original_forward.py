@@ -52,7 +52,7 @@ def cases_of_the_fuzzer() -> Iterator[dict[str, Any]]:
         )
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("case", [*cases_of_the_fuzzer()], ids=lambda case: "-".join(map(str, case.values())))
 def test_calls_without_labels_in_every_mode(case: dict[str, Any]) -> None:
     """Pieces that go on from the cache, packed documents, and padding, which chunks refuse of one class."""

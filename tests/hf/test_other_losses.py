@@ -39,7 +39,7 @@ def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), current_gradients(model)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "method", "inputs"),
     [
@@ -107,6 +107,7 @@ def test_a_z_loss(counted: dict[str, Any]) -> None:
     assert abs(results(make(BAMBA), **WITHOUT_MASK, **counted)[0] - expected[0]) > 0.1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", [{"name": "Exact", "chunk_size": 8}, {"name": "MiniSequence"}], ids=str)
 @pytest.mark.parametrize(
     ("name", "term", "counts", "padded"),
@@ -178,7 +179,7 @@ def set_forward(model: Any, loss: Any) -> None:
     model.__class__ = Own
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
 @pytest.mark.parametrize("loss", [weighted_by_class, mean_of_rows, after_separator])
 @pytest.mark.parametrize("change", [set_function, set_forward])

@@ -124,7 +124,7 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
     assert cache_contents(wrapped) == table()[name][1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Mamba2ForCausalLM"])
 def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
     """Gradients under bfloat16 autocast against those of the same weights in float64, over six seeds, between
@@ -148,7 +148,7 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
     assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["BambaForCausalLM", "Qwen3_5ForCausalLM"])
 def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> None:
     """Gradients of weights in bfloat16 are no further off than the model's own, and a norm keeps less for
@@ -193,6 +193,7 @@ def bytes_kept(norm: Any, forward: Any) -> int:
     return sum(saved.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
@@ -297,7 +298,7 @@ def test_the_forms_of_a_call(name: str, form: str) -> None:
 # -------------------------------------------------------------------------------------------------- truncated
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "MistralForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM"]
 )
@@ -373,7 +374,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", VARIANTS)
 def test_variants(case: str, double: None) -> None:
     name, options = VARIANTS[case]

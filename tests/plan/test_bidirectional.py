@@ -38,7 +38,7 @@ def peak_bytes(config: StackConfig, method: Any) -> int:
     return live.peak - before + sum(p.nbytes for p in model.parameters()) + 2 * ids.nbytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("sizes", "method"),
     [

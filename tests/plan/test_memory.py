@@ -92,7 +92,7 @@ class Zeros:
         return tensor
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("sequence", [1, 3])
 @pytest.mark.parametrize(
     "method", [*METHODS, CHECKPOINTS, Truncated(1024, 512, unbiased=True), Truncated("auto", 512)], ids=str
@@ -114,7 +114,7 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     assert 0.87 * live.peak < planned < 1.13 * live.peak
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     "method, layout",
     [

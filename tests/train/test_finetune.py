@@ -244,7 +244,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("lora", [True, False])
 def test_a_run_does_not_go_on_with_another_base(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: bool
