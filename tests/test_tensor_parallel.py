@@ -137,7 +137,7 @@ def cases_of_the_fuzzer() -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", [*cases_of_the_fuzzer()])
 def test_loss_and_gradients_are_those_of_one_process(case: dict[str, Any]) -> None:
-    """Of stacks and of transformers' models, in two calls whose gradients are added up."""
+    """Compare stacks and transformers' models, in two calls whose gradients are added up."""
     pytest.importorskip("transformers")
     from tests.fuzz import ranks
 

@@ -173,12 +173,12 @@ def test_methods_treat_them_as_parameters(method: Any) -> None:
     results = []
     for listed in (True, False):
         case = ModelOfEitherKind(STACK)
-        v, part = nn.Parameter(vector(case.model)), case.model.layers[0].mixer.out_proj
-        part.register_forward_hook(lambda module, _, out: out + module.v)
+        v, out_proj = nn.Parameter(vector(case.model)), case.model.layers[0].mixer.out_proj
+        out_proj.register_forward_hook(lambda module, _, out: out + module.v)
         if listed:
-            part.register_parameter("v", v)
+            out_proj.register_parameter("v", v)
         else:
-            vars(part)["v"] = v
+            vars(out_proj)["v"] = v
         got = gradients(case, Leaves({"v": v}), method)
         assert "other v" in got
         results.append({name: d for name, d in got.items() if not name.endswith("out_proj.v")})
@@ -186,14 +186,14 @@ def test_methods_treat_them_as_parameters(method: Any) -> None:
 
 
 def test_hooks_get_the_whole_gradient_once() -> None:
-    case, seen = ModelOfEitherKind(STACK), dict[str, list[Tensor]](tensor=[], accumulated=[])
+    case, calls_by_hook = ModelOfEitherKind(STACK), dict[str, list[Tensor]](tensor=[], accumulated=[])
     leaves = in_a_hook(case.model)
     v = leaves.others["v"]
-    v.register_hook(lambda d: seen["tensor"].append(d.clone()))
-    v.register_post_accumulate_grad_hook(lambda t: seen["accumulated"].append(t.grad.clone()))
+    v.register_hook(lambda d: calls_by_hook["tensor"].append(d.clone()))
+    v.register_post_accumulate_grad_hook(lambda t: calls_by_hook["accumulated"].append(t.grad.clone()))
     expected = gradients(case, leaves, Exact(8))["other v"]
-    for calls in seen.values():
-        (gradient,) = calls
+    for gradients_of_hook in calls_by_hook.values():
+        (gradient,) = gradients_of_hook
         assert torch.equal(gradient, expected)
 
 
@@ -207,7 +207,7 @@ def test_a_complex_parameter() -> None:
 
 
 def test_a_tensor_of_some_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not known yet when the loss is given its graph."""
+    """Such a tensor is not known yet when the loss is given its graph."""
     monkeypatch.setattr(parameter_access, "verify_custom_layers", lambda *_: None)
     case = ModelOfEitherKind(STACK)
     v = nn.Parameter(vector(case.model))

@@ -1,4 +1,4 @@
-"""One sequence over the ranks of a process group: loss, states and gradients are those of one process.
+"""Sequences that the ranks of a process group share: loss, states and gradients are those of one process.
 
 Keys and values stay where they were made; recurrent states go on to the next rank."""
 
@@ -164,7 +164,7 @@ def test_batches_of_hybrids(mixer: list[str], more: dict[str, Any], ranks: int, 
 
 
 def frozen() -> None:
-    """What comes before a trained layer need not be backpropagated through in the first chunk, but in later
+    """Layers below a trained one need not be backpropagated through in the first chunk, but in later
     ones; a weight that nothing reads has no gradient; a frozen model has a loss alone."""
     case = hybrid(HYBRIDS[1][0])
     case.model.requires_grad_(False)
@@ -447,7 +447,7 @@ def test_layers_under_fully_shard(
 
 
 def precisions() -> None:
-    """In float32 and bfloat16 about as far from float64 as one process is, though each rank's part is rounded
+    """Errors in float32 and bfloat16 are about as far from float64 as one process is, though each rank's part is rounded
     once more; the same bits in every run."""
     exact, ids = hybrid(["mamba", "attention", "attention"]).model, make_ids(2, 61)
     exact(ids, ids, Exact(61)).loss.backward()
