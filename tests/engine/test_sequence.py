@@ -447,8 +447,8 @@ def test_layers_under_fully_shard(
 
 
 def precisions() -> None:
-    """Errors in float32 and bfloat16 are about as far from float64 as one process is, though each rank's part is rounded
-    once more; the same bits in every run."""
+    """Errors in float32 and bfloat16 are about those of one process, though each rank rounds its part
+    once more; every run has the same bits."""
     exact, ids = hybrid(["mamba", "attention", "attention"]).model, make_ids(2, 61)
     exact(ids, ids, Exact(61)).loss.backward()
     expected = current_gradients(exact)
