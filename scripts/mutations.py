@@ -149,7 +149,7 @@ MUTATIONS: dict[str, Mutation] = {
         "engine/continuation.py",
         "return tuple(tensor if _can_get_gradient(tensor) else tensor.detach() for tensor in state)",
         "return tuple(tensor.detach() for tensor in state)",
-        "tests/hf/test_cache_gradients.py",
+        "tests/hf/test_carried_state.py",
     ),
     "ranks-agree": Mutation(
         "ranks of a sequence_group that call differently all stop",

@@ -117,7 +117,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 def test_loss_and_gradients_are_those_of_one_process(
     name: str, ranks: int, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Compare experts with their routers' loss, too; beside FSDP2, replicas and groups that share sequences."""
+    """Compare experts with their routers' loss, too, and layouts with FSDP2, replicas or shared sequences."""
     make(name).save_pretrained(tmp_path / "model")
     case = functools.partial(as_one_process, **options)
     on_ranks(ranks, tmp_path, case, str(tmp_path / "model"), sizes, [37, 8, 19] if ranks == 2 else [37, 19])
