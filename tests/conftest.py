@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes share the cores. Set before torch is imported, so that it holds for every thread and process
     # that a test starts, too: with two OpenMP threads each they wait for one another most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.disable()  # until all is imported and collected: nothing of it is garbage
 
 import torch
 
@@ -59,6 +60,7 @@ def pytest_collection_finish() -> None:
     """Spare each garbage collection the walk over all modules and tests, which takes half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
