@@ -21,14 +21,15 @@ class ModelOfEitherKind:
 
     Args:
         name: of a variant in `tests.model_helpers` or of a class of transformers.
+        stack: the model, if it is a `Stack` that no name has.
         options: of its configuration.
     """
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self.is_stack, self.double = name in STACKS, contextlib.nullcontext
+    def __init__(self, name: str, stack: adjoint.Stack | None = None, **options: Any) -> None:
+        self.is_stack, self.double = name in STACKS or stack is not None, contextlib.nullcontext
         self.wrapped_with: Any = None
         if self.is_stack:
-            self.model: Any = make_model(name, **options)
+            self.model: Any = make_model(name, **options) if stack is None else stack
             return
         pytest.importorskip("transformers")
         from tests.hf.hf_models import float64_throughout, make
@@ -81,7 +82,9 @@ class ModelOfEitherKind:
         """Return the last hidden states of a call without labels."""
         if self.is_stack:
             return self.model(**inputs, method=method, return_hidden_states=True).hidden_states
-        return self.prepare(method).get_decoder()(**inputs).last_hidden_state
+        from adjoint.hf.model_parts import backbone_of
+
+        return backbone_of(self.prepare(method))(**inputs).last_hidden_state
 
     def results(self, method: Any, inputs: dict[str, Tensor], weights: Any = None, **options: Any) -> Any:
         """Return loss and gradients by name.
