@@ -5,8 +5,6 @@ They share rows, sequences and, with `cluster.tensor`, weights of our own model.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster.torchrun import Place, gpu_of
 from adjoint.errors import UserError
-from tests.cluster.processes import started, torchrun, wait_for
+from tests.cluster.processes import started, torchrun
 from tests.training_helpers import metrics, same_training, tiny, train_tiny, weights
 
 FLAGS: dict[str, Any] = {
@@ -133,27 +131,6 @@ def test_processes_of_torchrun_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="1 GPUs and more processes; start 1"):
         gpu_of(Place(0, 2, 0))
-
-
-@pytest.mark.slow
-def test_a_killed_process_stops_all_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The resumed run ends with the bits of one that nobody killed."""
-    flags = {**FLAGS, **SPLIT, "cluster__tensor": 2, "training__steps": 12, "training__save_every": 2}
-    environments = [torchrun(rank, 2) for rank in range(2)]
-    undisturbed = tiny(tmp_path, **flags, run__dir=tmp_path / "undisturbed")
-    assert started(environments, undisturbed, monkeypatch) == [0, 0]
-
-    def kill(children: list[int]) -> None:
-        wait_for(lambda: list_checkpoints(tmp_path / "run" / "checkpoints"))
-        os.kill(children[1], signal.SIGKILL)
-
-    codes = started(environments, tiny(tmp_path, **flags), monkeypatch, kill)
-    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, 70)
-    resumed = tiny(tmp_path, **flags, run__resume="auto")
-    assert started(environments, resumed, monkeypatch) == [0, 0]
-    assert weights(tmp_path / "run", 12) == weights(tmp_path / "undisturbed", 12)
 
 
 @pytest.mark.slow
