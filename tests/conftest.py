@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,23 @@ def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def refused_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that starts a tiny run, by its flags, and returns its only error, a line with some words."""
+
+    def refuse(words: str, **flags: Any) -> str:
+        from tests.training_helpers import train_tiny
+
+        capsys.readouterr()
+        assert train_tiny(tmp_path, **flags) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and words in errors[0], errors
+        assert not (tmp_path / "run").exists()
+        return errors[0]
+
+    return refuse
 
 
 @pytest.fixture
