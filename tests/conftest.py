@@ -96,9 +96,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One small Ray for all tests that need it, which listens on loopback alone."""
+    """One small Ray for all tests of a file, which listens on loopback alone; its daemons are never idle."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs ray")
     # before ray is imported: it is read then
