@@ -85,7 +85,7 @@ def batch_of(case: ModelOfEitherKind, padding: str = "none", labelled: bool = Tr
     return case.inputs(ids, labels if labelled else None, mask=mask)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_loss_and_gradients_are_those_of_full_rows(name: str, padding: str, computed: list[int]) -> None:
     """A tree of rows, in any order, with rows that have no partner and labels that only some rows have."""
@@ -98,7 +98,7 @@ def test_loss_and_gradients_are_those_of_full_rows(name: str, padding: str, comp
     assert len(computed) > 1 and sum(computed) < 0.83 * batch["input_ids"].numel()
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_hidden_states_are_those_of_full_rows(name: str, padding: str, computed: list[int]) -> None:
     """Losses of hidden states, as preference trainers compute them; padding at the right is read, too."""
@@ -114,7 +114,7 @@ def test_hidden_states_are_those_of_full_rows(name: str, padding: str, computed:
     assert len(computed) > 1 and sum(computed) < 0.83 * batch["input_ids"].numel()
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("variant", STACKS)
 def test_final_states_are_those_of_full_rows(variant: str, computed: list[int]) -> None:
     model, ids = make_model(variant), tree()
