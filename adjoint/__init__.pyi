@@ -15,9 +15,9 @@ from adjoint.methods import MiniSequence as MiniSequence
 from adjoint.methods import Truncated as Truncated
 from adjoint.stack import Stack as Stack
 from adjoint.stack import StackOutput as StackOutput
-from adjoint.train.distillation import distillation_loss as distillation_loss
+from adjoint.train.distillation_loss import distillation_loss as distillation_loss
 from adjoint.train.in_backward import optimizer_in_backward as optimizer_in_backward
-from adjoint.train.logprobs import token_logprobs as token_logprobs
-from adjoint.train.multi_token import multi_token_loss as multi_token_loss
+from adjoint.train.multi_token_loss import multi_token_loss as multi_token_loss
+from adjoint.train.token_logprobs import token_logprobs as token_logprobs
 
 __version__: str

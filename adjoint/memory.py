@@ -13,28 +13,10 @@ from pathlib import Path
 
 import torch
 
+from adjoint.settings import Size
+
 # Whether sizes are printed in powers of ten, as GB; else of two, as GiB.
 _decimal: contextvars.ContextVar[bool] = contextvars.ContextVar("decimal", default=False)
-
-
-class Size(float):
-    """Bytes that a user has written.
-
-    Attributes:
-        decimal: whether in powers of ten, as 40GB.
-    """
-
-    decimal: bool
-
-
-def size_bytes(text: str) -> Size:
-    """Return the bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each). Raise ValueError for other texts."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) == 0:
-        raise ValueError(f"expected a size such as 40GB or 512MiB; got {text!r}")
-    size = Size(float(match[1]) * (1024.0 if match[3] else 1000.0) ** ("KMGT".index(match[2].upper()) + 1))
-    size.decimal = not match[3]
-    return size
 
 
 def print_sizes_as(written: float | None) -> None:

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 from adjoint.engine.grid import BackwardSpec, EngineSpec, Storage
 from adjoint.errors import UserError
-from adjoint.memory import size_bytes
-from adjoint.settings import documented, option
+from adjoint.settings import documented, option, size_bytes
 
 KEEP = ("edges", "inputs", "offload")
 RECOMPUTE = ("none", "selective", "full")
@@ -43,6 +42,7 @@ BIDIRECTIONAL = (
     "every output of a bidirectional layer reads the whole sequence: use Exact(), Backprop() or "
     "Backprop(checkpoint=True)"
 )
+ModelKind = Literal["stack", "bidirectional", "wrapped"]
 WRAPPED = "a wrapped model takes Exact(), Truncated(window), MiniSequence() or Backprop()"
 
 
@@ -67,10 +67,8 @@ class Method(Protocol):
         name: in configurations, `method.name`.
         has_chunks: whether the engine runs it by chunks; else autograd goes through the whole sequence.
         chunk_size: tokens per chunk; None if one is picked from the model's widths and the device.
-        recompute: which of a layer's activations its backward computes again: "none", "selective" or "full"
-            (see `Exact`).
-        memory: budget for activations in one process (see `Exact`), or None.
-        checkpoints: states that each layer stores at a time (see `Exact`), or None for those at all edges.
+        storage: what the forward stores for the backward. Of a plain backward of a `Stack`, `keep` is
+            "inputs" if each layer's activations are computed again.
         share_prefixes: whether a common beginning of several rows is computed once (see `Exact`).
         picks_windows: whether windows are picked after the forward, for which it needs the whole sequence.
         is_exact: whether gradients are backpropagation's, to rounding, whatever its settings.
@@ -78,8 +76,6 @@ class Method(Protocol):
             it.
         pieces: how many pieces of the sequence MLPs, head and loss exist for at a time, where the engine
             does not run the method by chunks; None if they exist whole.
-        is_plain: whether a call runs the model's own forward, and autograd its backward.
-        checkpoints_layers: whether the plain backward of a `Stack` computes each layer's activations again.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -93,16 +89,8 @@ class Method(Protocol):
         return None
 
     @property
-    def recompute(self) -> str:
-        return "none"
-
-    @property
-    def memory(self) -> int | str | None:
-        return None
-
-    @property
-    def checkpoints(self) -> int | None:
-        return None
+    def storage(self) -> Storage:
+        return Storage()
 
     @property
     def share_prefixes(self) -> bool:
@@ -116,65 +104,47 @@ class Method(Protocol):
     def pieces(self) -> Pieces | None:
         return None
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.has_chunks and self.pieces is None
-
-    @property
-    def checkpoints_layers(self) -> bool:
-        return False
-
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """Return the spec for the layers of a `Stack`, each a stage.
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
+        """Return the spec for the layers of a `Stack`, or for a wrapped model, which is one stage.
 
         Args:
             seqlen: tokens of the sequence.
             default: tokens per chunk if `chunk_size` is None.
+            documents: first tokens of a wrapped model's documents, at which chunks are cut; None for a
+                `Stack`. A continuation of a wrapped model has two tokens at least (`wrapped_spec`).
 
         Raises:
             ValueError: the method is for wrapped models alone.
         """
         ...
 
-    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
-        """Return the spec for a wrapped model, which is one stage.
-
-        A continuation has two tokens at least, as transformers takes a single token for decoding.
-
-        Args:
-            seqlen, default: as in `engine_spec`.
-            documents: first tokens of the documents, at which chunks are cut.
-        """
-        size = max(2, min(self.chunk_size or default, seqlen))
-        return dataclasses.replace(self.engine_spec(seqlen, size), documents=documents, least=2)
-
-    def why_not_stack(self) -> str | None:
-        """Return why the method does not run a `Stack`; None if it does."""
-        return None
-
-    def why_not_wrapped(self) -> str | None:
-        """Return why the method does not run a model of transformers; None if it does."""
-        return None
-
-    def why_not_bidirectional(self) -> str | None:
-        """Return why the method does not run a `Stack` with `bidirectional`; None if it does."""
-        return BIDIRECTIONAL
-
-    @property
-    def summary(self) -> str:
-        """Return in words what it computes."""
-        return repr(self)
-
-    @property
-    def storage_summary(self) -> str:
-        """Return in words what it stores; "" if there is nothing to choose."""
-        return ""
+    def why_not(self, model: ModelKind) -> str | None:
+        """Return why the method does not run a kind of model; None if it does."""
+        return BIDIRECTIONAL if model == "bidirectional" else None
 
     def describe(self, picked: bool = False) -> str:
-        """Return the method in words; `picked`: whether its chunk size was picked for it."""
-        size = self.chunk_size
-        chunks = f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""
-        return ", ".join(filter(None, (self.summary, chunks, self.storage_summary)))
+        """Return in words what it computes and stores; `picked`: whether its chunk size was picked for it."""
+        return describe_parts(self, repr(self), "", picked)
+
+
+def is_plain(method: Method) -> bool:
+    """Whether a call runs the model's own forward, and autograd its backward."""
+    return not method.has_chunks and method.pieces is None
+
+
+def wrapped_spec(method: Method, seqlen: int, default: int, documents: tuple[int, ...]) -> EngineSpec:
+    """Return a method's spec of a `Stack` as one of a wrapped model.
+
+    A continuation has two tokens at least, as transformers takes a single token for decoding."""
+    size = max(2, min(method.chunk_size or default, seqlen))
+    return dataclasses.replace(method.engine_spec(seqlen, size), documents=documents, least=2)
+
+
+def describe_parts(method: Method, computed: str, stored: str, picked: bool) -> str:
+    """Return what a method computes, its chunk size, and what it stores, in words."""
+    size = method.chunk_size
+    chunks = f"chunks of {size:,} tokens" + " (picked)" * picked if size else ""
+    return ", ".join(filter(None, (computed, chunks, stored)))
 
 
 @documented
@@ -192,22 +162,25 @@ class Backprop(Method):
         False, "recompute each layer in the backward instead of storing its activations."
     )
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+    @property
+    def storage(self) -> Storage:
+        return Storage("inputs", tapes=0) if self.checkpoint else Storage()
+
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
         """Return the spec with one chunk, for several workers; one process calls plain autograd instead.
 
         The forward keeps the chunk's tape or, with `checkpoint`, each layer's input."""
-        return EngineSpec(seqlen, storage=Storage("inputs", tapes=0) if self.checkpoint else Storage())
+        if documents is not None:
+            return wrapped_spec(self, seqlen, default, documents)
+        return EngineSpec(seqlen, storage=self.storage)
 
-    @property
-    def checkpoints_layers(self) -> bool:
-        return self.checkpoint
-
-    def why_not_bidirectional(self) -> str | None:
+    def why_not(self, model: ModelKind) -> str | None:
         return None
 
-    @property
-    def summary(self) -> str:
-        return "backpropagation" + ", each layer recomputed" * self.checkpoint
+    def describe(self, picked: bool = False) -> str:
+        return describe_parts(
+            self, "backpropagation" + ", each layer recomputed" * self.checkpoint, "", picked
+        )
 
 
 @documented
@@ -288,42 +261,39 @@ class Exact(Method):
                 "leave keep out, or take offload=True to store states in host memory"
             )
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """Return the spec: adjoint states carried from chunk to chunk, cotangents from the layer above."""
-        memory = None if self.memory is None else memory_bytes(self.memory)
-        offload = self.offload or self.keep == "offload"
-        return EngineSpec(
-            min(self.chunk_size or default, seqlen),
-            storage=Storage(
-                keep=self.keep,
-                recompute=self.recompute,
-                offload=offload,
-                checkpoints=self.checkpoints,
-                memory=memory,
-                prefer_single_chunk=self.chunk_size is None,
-            ),
+    @property
+    def storage(self) -> Storage:
+        return Storage(
+            keep=self.keep,
+            recompute=self.recompute,
+            offload=self.offload or self.keep == "offload",
+            checkpoints=self.checkpoints,
+            memory=None if self.memory is None else memory_bytes(self.memory),
+            prefer_single_chunk=self.chunk_size is None,
         )
 
-    def why_not_wrapped(self) -> str | None:
-        return _TWO_TOKENS if self.chunk_size == 1 else None
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
+        """Return the spec: adjoint states carried from chunk to chunk, cotangents from the layer above."""
+        size, storage = self.chunk_size or default, self.storage
+        if documents is None:
+            return EngineSpec(min(size, seqlen), storage=storage)
+        return EngineSpec(min(max(2, size), seqlen), storage=storage, documents=documents, least=2)
 
-    def why_not_bidirectional(self) -> str | None:
-        if self.memory is not None:
+    def why_not(self, model: ModelKind) -> str | None:
+        if model == "wrapped" and self.chunk_size == 1:
+            return _TWO_TOKENS
+        if model == "bidirectional" and self.memory is not None:
             return "memory is for chunks that pass through all layers, as bidirectional ones cannot: drop it"
         return None
 
-    @property
-    def summary(self) -> str:
-        return "exact gradients"
-
-    @property
-    def storage_summary(self) -> str:
+    def describe(self, picked: bool = False) -> str:
         stored = _STORED["offload" if self.offload else self.keep]
         if self.checkpoints is not None:
             place = " in host memory" * self.offload
             stored = f"{self.checkpoints:,} states kept{place}, the others computed again"
         budget = f"activations kept within {self.memory}" if self.memory else ""
-        return ", ".join(filter(None, (stored, _RECOMPUTED[self.recompute], budget)))
+        stored = ", ".join(filter(None, (stored, _RECOMPUTED[self.recompute], budget)))
+        return describe_parts(self, "exact gradients", stored, picked)
 
 
 @documented
@@ -388,9 +358,16 @@ class Truncated(Method):
                     f"got chunk_size={self.chunk_size or 1}, window={self.window}"
                 )
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
-        """Return the spec: cotangents from the layer above, the adjoint state cut to the window."""
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
+        """Return the spec: cotangents from the layer above, the adjoint state cut to the window.
+
+        Of a wrapped model, cotangents are dropped at edges a window apart."""
         size = min(self.chunk_size or default, seqlen)
+        if documents is not None:
+            assert isinstance(self.window, int)
+            size = max(2, min(size, self.window))
+            drop_every = None if self.window >= seqlen else self.window // size * size
+            return EngineSpec(size, BackwardSpec(drop_every=drop_every), documents=documents, least=2)
         if self.window == "auto":
             return EngineSpec(size, BackwardSpec(window="auto", tolerance=self.tolerance or TOLERANCE))
         if self.window >= seqlen:
@@ -404,14 +381,9 @@ class Truncated(Method):
     def picks_windows(self) -> bool:
         return self.window == "auto"
 
-    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
-        """Return the spec for a wrapped model: cotangents are dropped at edges a window apart."""
-        assert isinstance(self.window, int)
-        size = max(2, min(self.chunk_size or default, seqlen, self.window))
-        drop_every = None if self.window >= seqlen else self.window // size * size
-        return EngineSpec(size, BackwardSpec(drop_every=drop_every), documents=documents, least=2)
-
-    def why_not_wrapped(self) -> str | None:
+    def why_not(self, model: ModelKind) -> str | None:
+        if model != "wrapped":
+            return super().why_not(model)
         if self.picks_windows or self.unbiased:
             return (
                 "a wrapped model takes Truncated(window) with a window in tokens: auto and unbiased need "
@@ -419,12 +391,13 @@ class Truncated(Method):
             )
         return _TWO_TOKENS if 1 in (self.chunk_size, self.window) else None
 
-    @property
-    def summary(self) -> str:
+    def describe(self, picked: bool = False) -> str:
         if self.window == "auto":
-            return f"truncated gradients, windows by a tolerance of {self.tolerance or TOLERANCE:g}"
+            by_tolerance = f"truncated gradients, windows by a tolerance of {self.tolerance or TOLERANCE:g}"
+            return describe_parts(self, by_tolerance, "", picked)
         cuts = "random cuts, on average" if self.unbiased else "a window of"
-        return f"truncated gradients, {cuts} {self.window:,} tokens" + " apart" * self.unbiased
+        computed = f"truncated gradients, {cuts} {self.window:,} tokens" + " apart" * self.unbiased
+        return describe_parts(self, computed, "", picked)
 
 
 @documented
@@ -453,20 +426,19 @@ class LayerLocal(Method):
             check_window(self.window)
         check_chunk_size(self.chunk_size)
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
         """Return the spec: every layer's cotangent comes from the head."""
         window = None if self.window is None or self.window >= seqlen else self.window
         return EngineSpec(
             min(self.chunk_size or default, seqlen), BackwardSpec(dy_from="head", window=window)
         )
 
-    def why_not_wrapped(self) -> str | None:
-        return WRAPPED
+    def why_not(self, model: ModelKind) -> str | None:
+        return WRAPPED if model == "wrapped" else super().why_not(model)
 
-    @property
-    def summary(self) -> str:
+    def describe(self, picked: bool = False) -> str:
         window = "" if self.window is None else f", a window of {self.window:,} tokens"
-        return f"layer-local gradients{window}"
+        return describe_parts(self, f"layer-local gradients{window}", "", picked)
 
 
 @documented
@@ -510,15 +482,17 @@ class MiniSequence(Method):
     def pieces(self) -> Pieces | None:
         return Pieces(self.mlp_chunks, self.head_chunks)
 
-    def why_not_stack(self) -> str | None:
+    def why_not(self, model: ModelKind) -> str | None:
+        if model == "wrapped":
+            return None
         return (
             "MiniSequence() is for models of transformers, by adjoint.wrap; a Stack takes Exact() or "
             "Backprop(checkpoint=True)"
         )
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
         """Raise ValueError: autograd runs it, in smaller pieces, and no `Stack` has such pieces."""
-        raise ValueError(self.why_not_stack())
+        raise ValueError(self.why_not("stack"))
 
 
 # The methods that a `Stack` takes, by name.
@@ -531,19 +505,19 @@ def check_stack_method(method: object) -> None:
     """Raise a ValueError if an object is no method, or none that runs a `Stack`."""
     if not isinstance(method, Method):
         raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
-    if why := method.why_not_stack():
+    if why := method.why_not("stack"):
         raise ValueError(why)
 
 
 def check_bidirectional_method(method: Method) -> None:
     """Raise a UserError if a method does not run a `Stack` with `bidirectional`."""
-    if why := method.why_not_bidirectional():
+    if why := method.why_not("bidirectional"):
         raise UserError(f"method: {why}; got {method!r}")
 
 
 def check_wrapped_method(method: object) -> None:
     """Raise a ValueError if an object is no method, or none that runs a model of transformers."""
-    why = method.why_not_wrapped() if isinstance(method, Method) else WRAPPED
+    why = method.why_not("wrapped") if isinstance(method, Method) else WRAPPED
     if why:
         raise ValueError(f"{why}; got {method!r}")
 

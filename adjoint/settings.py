@@ -91,6 +91,26 @@ def whole_number(value: object) -> int:
     raise ValueError(f"{value!r} is not a whole number")
 
 
+class Size(float):
+    """Bytes that a user has written.
+
+    Attributes:
+        decimal: whether in powers of ten, as 40GB.
+    """
+
+    decimal: bool
+
+
+def size_bytes(text: str) -> Size:
+    """Return the bytes of ``40GB`` (10⁹ each) or ``40GiB`` (2³⁰ each). Raise ValueError for other texts."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT])(i?)B?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"expected a size such as 40GB or 512MiB; got {text!r}")
+    size = Size(float(match[1]) * (1024.0 if match[3] else 1000.0) ** ("KMGT".index(match[2].upper()) + 1))
+    size.decimal = not match[3]
+    return size
+
+
 def read_value(value: Any, hint: Any) -> Any:
     """Convert a value of a YAML file, a flag's text or a value from Python to the annotation ``hint``.
 

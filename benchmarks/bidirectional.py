@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from adjoint.tools.measure.process import Point
 from benchmarks import runner, steps
@@ -24,35 +24,20 @@ MODEL: Point = {
 }
 
 
-class Way(NamedTuple):
-    """A way to run the backward.
-
-    Attributes:
-        label: in the table. method: as `benchmarks.steps` reads it.
-        longest: of the default lengths.
-    """
-
-    label: str
-    method: Point
-    longest: int = 131072
-
-
-WAYS = {
-    "exact": Way("Exact", {"method": "Exact"}),
-    "checkpoints": Way("Backprop + checkpointing", {"method": "Backprop", "checkpoint": True}),
-    "backprop": Way("Backprop", {"method": "Backprop"}, 32768),
+# Name → label in the table, way of `benchmarks.steps`, the longest of the default lengths.
+WAYS: dict[str, tuple[str, Point, int]] = {
+    "exact": ("**Exact**", {"method": "Exact"}, 131072),
+    "checkpoints": ("Backprop + checkpointing", {"method": "Backprop", "checkpoint": True}, 131072),
+    "backprop": ("Backprop", {"method": "Backprop"}, 32768),
 }
-BASE = "exact"  # what the ratios are against
-FIELDS = "memory_bytes", "ms_per_token"
 
 
 class Bidirectional(steps.StepBenchmark):
     name = "bidirectional"
     lengths: ClassVar = [8192, 32768, 131072]
     limiting_options = ("lengths", "ways", "allocators")
-    ratios = (FIELDS, {"way": BASE}, ("allocator", "length"))
+    ratios = (("memory_bytes", "ms_per_token"), {"way": "exact"}, ("allocator", "length"))
     document = "docs/which_method.md"
-    title = "peak memory above a short pass · time per token"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--ways", WAYS)
@@ -60,16 +45,15 @@ class Bidirectional(steps.StepBenchmark):
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
         return [
-            steps.Curve({"way": name}, name, MODEL, way.method, way.longest, self.lengths[:1])
-            for name, way in WAYS.items() if name in options.ways
+            steps.Curve({"way": name}, name, MODEL, way, longest, self.lengths[:1])
+            for name, (_, way, longest) in WAYS.items() if name in options.ways
         ]  # fmt: skip
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
         return {"model": MODEL, "repeats": options.repeats} | super().payload(options, measurements)
 
     def named(self, row: Row) -> str:
-        label = WAYS[row["way"]].label
-        return f"**{label}**" if row["way"] == BASE else label
+        return WAYS[row["way"]][0]
 
     def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
         yield self.document, self.name, self.markdown(result)

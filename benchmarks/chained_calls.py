@@ -9,9 +9,7 @@ the last one has ended, and the peak, forward or backward.
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from adjoint.tools.measure.passes import norm_of_gradients
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, wrapped
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Benchmark
 from benchmarks.steps import builder
 
 FIRST = 512  # tokens of a call in the chain that does not count
@@ -66,6 +64,7 @@ class ChainedCalls(Benchmark):
     limiting_options = ("calls", "length")
     uses = ("wrapped",)
     document = "docs/recipes.md"
+    one_thread = True
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_counts(parser, calls=([1, 4, 16, 64], "calls that hang together"),
@@ -73,12 +72,6 @@ class ChainedCalls(Benchmark):
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         return [{"calls": calls, "length": options.length} for calls in options.calls]
-
-    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1", "ADJOINT_VERBOSITY": "warning"}
-
-    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        return [{**point, **result} for point, result in measurements]
 
     def markdown(self, result: Row) -> str:
         lines = [

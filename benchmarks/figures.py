@@ -14,15 +14,11 @@ from adjoint.tools.measure.process import ROOT
 from benchmarks.bidirectional import Bidirectional
 from benchmarks.chained_calls import ChainedCalls
 from benchmarks.checkpoints import Checkpoints
-from benchmarks.claims import Claims
 from benchmarks.convergence.command import Convergence
-from benchmarks.depth import Depth
-from benchmarks.fleet import Fleet
 from benchmarks.fsdp import Fsdp
 from benchmarks.host_weights import HostWeights
 from benchmarks.kernels.command import Kernels
 from benchmarks.layer_local import LayerLocalCosine
-from benchmarks.layer_work import LayerWork
 from benchmarks.long_prompts import LongPrompts
 from benchmarks.memory import Memory
 from benchmarks.mini_sequence import MiniSequence
@@ -31,14 +27,11 @@ from benchmarks.quantized import Quantized
 from benchmarks.recall import Recall
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS, RUNS, Benchmark
-from benchmarks.scaling import Scaling
 from benchmarks.sequence import Sequence
 from benchmarks.sequence_memory import SequenceMemory
 from benchmarks.shards.command import Shards
 from benchmarks.shared_prefixes import SharedPrefixes
 from benchmarks.sources import Sources
-from benchmarks.tensor_parallel import TensorParallel
-from benchmarks.trained_windows import TrainedWindows
 from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
 from benchmarks.wrapped_length import WrappedLength
@@ -176,8 +169,6 @@ FIGURES = [
            "--out benchmarks/results/avx2", None, WRAPPED),
     Figure("docs/results.md", Wrapped(), "--lengths 16384 --ways transformers wrapped --repeats 1 "
            "--out benchmarks/results/avx512", None, WRAPPED),
-    Figure("docs/results.md", Wrapped(), "--models Mamba-2 Qwen3.5-like Bamba-like --ways wrapped "
-           "--lengths 16384 --repeats 5 --before c7c65a21 --out benchmarks/results/before", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
     Figure("docs/which_method.md", Checkpoints(), "", "--lengths 1K 2K",
@@ -185,33 +176,20 @@ FIGURES = [
     Figure("docs/results.md", Checkpoints(), "--model mamba --ways all 32 --lengths 16777216 67108864 "
            "--allocators jemalloc --out benchmarks/results/sixty-four-million", None, BINOMIAL),
     Figure("docs/which_method.md", Mixers(), "", "--lengths 512 --rounds 1 --repeats 1", (*ENGINE, *SCANS)),
-    Figure("docs/which_method.md", LayerWork(), "", "", ("layers/*.py",)),
     Figure("docs/convergence.md", Convergence(), "",
            "--methods backprop exact --tasks text --seeds 1 --steps 5 --seqlen 128"),
-    Figure("docs/convergence.md", Depth(), "", "--layers 1 2 --seeds 1 --steps 5 --seqlen 128"),
-    Figure("docs/convergence.md", TrainedWindows(), "",
-           "--layers 1 --windows 1 16 --seqlen 512 --steps 2 --batches 1"),
     Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
     Figure("docs/plan.md", Shards(), "",
            "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
-    Figure("docs/cluster.md, docs/paper.md", Scaling(), "", "", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
            ("parallel/context.py", "parallel/kv.py", "parallel/handoff.py", "plan/rounds.py")),
     Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
            ("parallel/context.py", "parallel/kv.py", "engine/storage.py")),
     Figure("docs/paper.md", LayerLocalCosine(), "", ""),
-    Figure("docs/paper.md", Sources(), "",
-           "--tables table-1 layer",
-           ("plan/stage_memory.py", "plan/memory.py", "loss.py", "layers/*.py")),
-    Figure("docs/paper.md", Claims(), "", "--groups korthikanti-layer",
-           ("plan/stage_memory.py", "loss.py", "hf/mini_sequence.py", "hf/head.py", "kernels/collectives.py",
-            *PROGRAMS)),
-    Figure("docs/paper.md", TensorParallel(), "", "--ranks 1 2 --tokens 64 --width 32",
-           ("kernels/collectives.py",)),
-    Figure("docs/paper.md", Fleet(), "", "--devices 8 --models mamba-1.27b",
-           (*PROGRAMS, "plan/estimate.py", "plan/memory.py", "plan/rounds.py")),
+    Figure("docs/paper.md", Sources(), "", "--tables figure-1 --lengths 4K",
+           ("plan/stage_memory.py", "plan/run_memory.py", "loss.py", "layers/*.py")),
     Figure("docs/host_weights.md", HostWeights(), "", "--models Bamba-9B --tokens 128K",
-           ("plan/host_weights.py", "plan/estimate.py", "plan/memory.py")),
+           ("plan/host_traffic.py", "plan/estimate.py", "plan/run_memory.py")),
     Figure("docs/recipes.md", ChainedCalls(), "", "--calls 1 2 --length 1K", (*WRAPPED, "engine/step.py")),
     Figure("docs/recipes.md", SharedPrefixes(), "", "--models Stack --answers 2 --ratios 1 --passes 1",
            (*WRAPPED, "engine/shared_prefix.py", "kernels/attention/*.py")),

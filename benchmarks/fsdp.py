@@ -10,48 +10,34 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from adjoint.tools.measure.passes import Passes, measured, repeated
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, steps, wrapped
+from benchmarks.ranks import on_ranks
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 PROCESSES = 2
-WAYS: dict[str, tuple[Point, bool]] = {  # a way of `steps`, and whether each backward reduces
-    "checkpointing": ({"checkpointing": True}, True),
-    "wrapped": ({"method": "Exact"}, True),
-    "wrapped, reduced once": ({"method": "Exact"}, False),
-}
 
 
 def measure(point: Point) -> Point:
     """A point of `steps.measure` with one thing more, `each`: whether gradients are reduced at each chunk."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, (folder, point), nprocs=PROCESSES)  # type: ignore[attr-defined]
-        results = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(PROCESSES)]
-    return max(results, key=lambda result: result["memory_bytes"])
+    return max(on_ranks(measure_rank, point, PROCESSES), key=lambda result: result["memory_bytes"])
 
 
-def _one(rank: int, folder: str, point: Point) -> None:
-    """Measure one of the processes, and write its result into the folder."""
+def measure_rank(point: Point) -> Point:
+    """Measure in one of the processes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from adjoint.hf.model_parts import backbone_of, layers_of
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]))
 
     def prepare() -> Passes:
         torch.manual_seed(0)
@@ -62,51 +48,70 @@ def _one(rank: int, folder: str, point: Point) -> None:
         fully_shard(model, mesh=mesh).set_requires_gradient_sync(point["each"])
         return Passes(model, loss)
 
-    def repeat(step: Callable[[], object]) -> list[float]:
-        return repeated(step, "cpu", 0.0, least=2)  # as many in each process
+    return measured_alike(prepare, point)
 
-    Path(folder, str(rank)).write_text(json.dumps(measured(prepare, ids, point["first"], repeat, "step")))
-    dist.barrier()
-    dist.destroy_process_group()
+
+def measured_alike(prepare: Callable[[], Passes], point: Point) -> Point:
+    """Return memory and time of passes, of which each process runs as many."""
+    ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]))
+
+    def repeat(step: Callable[[], object]) -> list[float]:
+        return repeated(step, "cpu", 0.0, least=2)
+
+    return measured(prepare, ids, point["first"], repeat, "step")
 
 
 class Fsdp(Benchmark):
     name = "fsdp"
     module = "benchmarks.fsdp"
-    uses = ("wrapped",)
+    uses: tuple[str, ...] = ("wrapped", "ranks")
     limiting_options = ("lengths", "models")
     ratios = (("memory_bytes",), {"way": "checkpointing"}, ("model", "length"))
     document = "docs/which_layout.md"
+    title = "peak memory of a process above a short pass · time per token"
+    ways: ClassVar[dict[str, tuple[Point, bool]]] = {  # of `steps`, and whether each backward reduces
+        "checkpointing": ({"checkpointing": True}, True),
+        "wrapped": ({"method": "Exact"}, True),
+        "wrapped, reduced once": ({"method": "Exact"}, False),
+    }
+    lengths: ClassVar = [2048, 8192]
+    models: ClassVar = ["Mamba-2", "Bamba-like"]
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
-        runner.add_counts(parser, lengths=([2048, 8192], "tokens"))
-        runner.add_choice(parser, "--models", ["Mamba-2", "Bamba-like"])
+        runner.add_counts(parser, lengths=(self.lengths, "tokens"))
+        runner.add_choice(parser, "--models", self.models)
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        combinations = itertools.product(options.lengths, options.models, WAYS)
+        combinations = itertools.product(options.lengths, options.models, self.ways.items())
         return [
-            {"name": name, "by": way, "length": n, "first": 64, "way": WAYS[way][0], "each": WAYS[way][1],
+            {"name": name, "by": by, "length": n, "first": 64, "way": way, "each": each,
              "model": wrapped.WIDTHS | wrapped.MODELS[name][0]}
-            for n, name, way in combinations
+            for n, name, (by, (way, each)) in combinations
         ]  # fmt: skip
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
         groups = steps.grouped(measurements, "name", "by", "length")
-        keys = itertools.product(options.models, WAYS, options.lengths)
+        keys = itertools.product(options.models, self.ways, options.lengths)
         return [
-            {**dict(zip(("model", "way", "length"), key, strict=True)), **steps.medians(groups[key], key[2])}
+            {**dict(zip(("model", "way", "length"), key, strict=True)), **self.summary(groups[key], key[2])}
             for key in keys
             if key in groups
         ]
+
+    def summary(self, results: Sequence[Point], length: int) -> Row:
+        """Return what a row has of the results of its points."""
+        return steps.medians(results, length)
 
     def failed(self, result: Row) -> bool:
         """Whether wrapping takes more memory than checkpointing somewhere."""
         return any(row.get("memory_bytes_ratio", 0) > 1 for row in result["rows"] if row["way"] == "wrapped")
 
+    def cell(self, row: Row) -> str:
+        """Return a cell of the table."""
+        return report.memory_and_time(row)
+
     def markdown(self, result: Row) -> str:
-        title = "peak memory of a process above a short pass · time per token"
-        name = "{model}, {way}".format_map
-        return report.pivot([title], result["rows"], name, "length", report.memory_and_time)
+        return report.pivot([self.title], result["rows"], "{model}, {way}".format_map, "length", self.cell)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,17 @@ from typing import Any
 
 from adjoint.methods import Exact
 from adjoint.plan.estimate import estimate, roofline
-from adjoint.plan.host_weights import SUSTAINED_HOST, SUSTAINED_LINK, hiding_chunk, in_host_memory, link_bytes
-from adjoint.plan.machine import Machine
-from adjoint.plan.memory import Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.host_traffic import SUSTAINED_HOST, SUSTAINED_LINK, hiding_chunk, in_host_memory, link_bytes
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup, needs
+from adjoint.plan.worker_devices import Machine
 from adjoint.tools.measure import show
 from adjoint.tools.measure.process import Point
 from adjoint.tools.plan.command import REACHED
 from adjoint.train.gpus import GPUS, LINKS
 from benchmarks import report, runner
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Benchmark
 
 MODELS: dict[str, dict[str, Any]] = {  # config.json
     "Bamba-9B": {
@@ -51,9 +51,9 @@ GPU, TOKENS, CHUNK = "h100", [1 << 17, 1 << 20], 1 << 14
 _models: dict[str, Any] = {}  # by name: what is counted of one at one point serves the next
 
 
-def planned_model(name: str) -> Any:
+def model_sizes(name: str) -> Any:
     """Return the planner's view of a model."""
-    from adjoint.plan.pretrained import outlined
+    from adjoint.plan.planned_pretrained import outlined
 
     if name not in _models:
         with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def planned_model(name: str) -> Any:
 
 def measure(point: Point) -> Point:
     """Memory and time of a step with weights in host memory, and its time if the GPU could hold them."""
-    model, gpu = planned_model(point["model"]), GPUS[GPU]
+    model, gpu = model_sizes(point["model"]), GPUS[GPU]
     machine = Machine("cuda", "bfloat16", gpu.memory)
     on_gpu = Setup(model, Exact(CHUNK, recompute="full"), 1, point["tokens"], machine=machine)
     setup, spans = in_host_memory(on_gpu, SUSTAINED_LINK * LINKS[gpu.link]), [range(model.n_layer)]
@@ -99,9 +99,6 @@ class HostWeights(Benchmark):
 
     def shared(self, point: Point) -> str:
         return "all"
-
-    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        return [{**p, **r} for p, r in measurements]
 
     def markdown(self, result: Row) -> str:
         gpu = GPUS[GPU]

@@ -8,10 +8,8 @@ sampling the answers is shown apart: it is transformers' `generate`, which wrapp
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import adjoint
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, wrapped
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Benchmark
 
 TRAINERS = ("GRPO", "DPO")
 WORDS = 256  # tokens of the vocabulary, the first three are special
@@ -139,6 +137,7 @@ class LongPrompts(Benchmark):
     uses = ("wrapped",)
     limiting_options = ("trainers", "prompt", "rest", "answers", "steps")
     document = "docs/recipes.md"
+    one_thread = True
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--trainers", TRAINERS)
@@ -161,12 +160,6 @@ class LongPrompts(Benchmark):
     def describe(self, point: Point) -> str:
         way = "once" if point["shares"] else "with each row"
         return f"{point['trainer']}, prompts of {point['prompt']:,} tokens {way}"
-
-    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1", "ADJOINT_VERBOSITY": "warning"}
-
-    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        return [{**point, **result} for point, result in measurements]
 
     def markdown(self, result: Row) -> str:
         """A line for each trainer, then the losses of its steps."""

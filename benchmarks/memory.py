@@ -1,10 +1,10 @@
 """Peak memory and time per token against sequence length: `python -m benchmarks.memory`.
 
 Every point is forward + backward of a whole language model on random tokens, in a fresh process: d_model 256,
-4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Mamba-2 has headdim
-64 and d_state 16 too, so that the widths are equal. Compared are `Exact`; the honest opponents through the
-same scan, which are backpropagation with and without checkpointing and recomputation by segments written by
-hand; and transformers' Mamba and Mamba-2, the latter also by hand, by mini-sequences and wrapped.
+4 layers, expand 2, d_state 16, a byte vocabulary with tied embeddings, float32, batch 1. Compared are
+`Exact`; the honest opponents through the same scan, which are backpropagation with and without checkpointing
+and recomputation by segments written by hand; and transformers' Mamba. Its Mamba-2 is in
+`benchmarks.wrapped`.
 
 - Gradients: of all ways of a model, on the same weights, are compared before any is timed.
 - Memory: peak resident size above what is resident after the imports.
@@ -31,20 +31,12 @@ from benchmarks.report import BLACK, BLUE, GREY, Row
 from benchmarks.runner import Found
 
 WIDTHS = {"d_model": 256, "n_layer": 4, "d_state": 16, "expand": 2, "vocab_size": 256, "headdim": 64}
-THEIRS = {
+_STACK: Point = {"mixer": "mamba", "tie_embeddings": True, **WIDTHS}
+_MAMBA: Point = {
     **{"vocab_size": 256, "hidden_size": 256, "num_hidden_layers": 4, "state_size": 16, "expand": 2},
-    "tie_word_embeddings": True,
+    **{"class": "MambaForCausalLM", "tie_word_embeddings": True, "use_mambapy": True},
 }
-
-
-def _stack(mixer: str) -> Point:
-    return {"mixer": mixer, "tie_embeddings": True, **WIDTHS}
-
-
-_MAMBA = {"class": "MambaForCausalLM", **THEIRS}
-_MAMBA2 = {"class": "Mamba2ForCausalLM", **THEIRS, "head_dim": 64, "num_heads": 8, "n_groups": 1}
-_FAST, _CHECKPOINT = {"use_mambapy": True}, {"checkpointing": True}
-SEGMENT = 1408  # tokens, as many as a chunk of ours; of transformers' Mamba-2 six of its own chunks of 256
+SEGMENT = 1408  # tokens, as many as a chunk of ours
 
 
 class Method(NamedTuple):
@@ -60,24 +52,14 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "exact": Method("Exact", _stack("mamba"), {"method": "Exact"}, report.ORANGE),
-    "backprop": Method("Backprop", _stack("mamba"), {"method": "Backprop"}, BLACK),
-    "backprop-checkpoint": Method("Backprop + checkpointing", _stack("mamba"),
+    "exact": Method("Exact", _STACK, {"method": "Exact"}, report.ORANGE),
+    "backprop": Method("Backprop", _STACK, {"method": "Backprop"}, BLACK),
+    "backprop-checkpoint": Method("Backprop + checkpointing", _STACK,
                                   {"method": "Backprop", "checkpoint": True}, GREY),
-    "segments": Method(f"by hand, segments of {SEGMENT:,}", _stack("mamba"), {"segments": SEGMENT},
-                       report.GREEN),
-    "hf-mamba": Method("transformers Mamba (mambapy)", _MAMBA | _FAST, {}, BLUE, "--", 4096, 4096),
-    "hf-mamba-checkpoint": Method("transformers Mamba (mambapy) + checkpointing", _MAMBA | _FAST, _CHECKPOINT,
-                                  "#3C9FDD", "--", 16384, 4096),
-    "hf-mamba2": Method("transformers Mamba-2", _MAMBA2, {}, "#00694B", "--", 16384, 4096),
-    "hf-mamba2-checkpoint": Method("transformers Mamba-2 + checkpointing", _MAMBA2, _CHECKPOINT, "#2BB389",
-                                   "--", 16384, 4096),
-    "hf-mamba2-mini-sequence": Method("transformers Mamba-2, MiniSequence", _MAMBA2,
-                                      {"method": "MiniSequence"}, "#7FB800", "--", 16384, 4096),
-    "hf-mamba2-segments": Method("transformers Mamba-2, by hand, segments of 1,536", _MAMBA2,
-                                 {"segments": 1536}, "#4C9A2A", "--", 16384, 4096),
-    "hf-mamba2-wrapped": Method("transformers Mamba-2, wrapped", _MAMBA2, {"method": "Exact"}, report.PURPLE,
-                                "--"),
+    "segments": Method(f"by hand, segments of {SEGMENT:,}", _STACK, {"segments": SEGMENT}, report.GREEN),
+    "hf-mamba": Method("transformers Mamba (mambapy)", _MAMBA, {}, BLUE, "--", 4096, 4096),
+    "hf-mamba-checkpoint": Method("transformers Mamba (mambapy) + checkpointing", _MAMBA,
+                                  {"checkpointing": True}, "#3C9FDD", "--", 16384, 4096),
 }  # fmt: skip
 BASE = "exact"  # what the ratios are against
 # The table has them all.
@@ -94,7 +76,7 @@ class Memory(steps.StepBenchmark):
     uses = ("memory", "segments")
     lengths: ClassVar = [4096, 16384, 65536]
     above, first = "imports", 128
-    checked = (({"method": "hf-mamba2-checkpoint"}, 2e9), ({"method": "backprop-checkpoint"}, 2e9))
+    checked = (({"method": "backprop-checkpoint"}, 2e9),)
     limiting_options = ("lengths", "methods", "allocators")
     ratios = (tuple(FIELDS), {"method": BASE}, ("allocator", "length"))
     document = "docs/results.md"

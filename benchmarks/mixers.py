@@ -1,15 +1,9 @@
-"""Time per token of the recurrent mixers by `Backprop`, `Exact`, and `Exact` with room.
-
-`python -m benchmarks.mixers`.
+"""Time per token by `Backprop`, `Exact`, and `Exact` with room, by mixer: `python -m benchmarks.mixers`.
 
 Forward + backward of a language model (d_model 256, 4 layers, a byte vocabulary, float32, batch 1) on random
 tokens. A process has one mixer and length, and goes through the methods alternately, so that a machine that
 slows down slows all of them; processes are repeated, and published is the median, and of the methods' ratios
 to `Backprop` the median over the rounds. `Exact(memory="8GB")` has room for the whole sequence.
-
-Beside them Mamba-2 and Mamba-3 by `Backprop`, side by side in one process, and the gated delta rule by
-itself, ours and transformers' (`torch_chunk_gated_delta_rule`), forward + backward of 4 heads of 64 × 64,
-alternately.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -29,8 +22,7 @@ from benchmarks import report, runner, steps
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
-PAIR, RULE = "side by side", "gated delta rule"
-MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet", PAIR, RULE)
+MIXERS = ("mamba", "mamba2", "mamba3", "gated_deltanet")
 METHODS = {
     "backprop": {"method": "Backprop"},
     "exact": {"method": "Exact"},
@@ -39,49 +31,19 @@ METHODS = {
 
 
 def measure(point: Point) -> Point:
-    """Seconds of each round, by method; of the rule, by whose it is."""
+    """Return the seconds of each round, forward + backward of one model, by method."""
     torch.manual_seed(0)
-    mixer, length = point["mixer"], point["length"]
-    if mixer == RULE:
-        runs = _rules(length)
-    elif mixer == PAIR:
-        runs = {name: _steps(name, length)["backprop"] for name in ("mamba2", "mamba3")}
-    else:
-        runs = _steps(mixer, length)
-    return dict(steps.alternating(runs, point["rounds"]))
-
-
-def _steps(mixer: str, length: int) -> dict[str, Callable[[], object]]:
-    """Forward + backward of one model by each method."""
-    model = adjoint.Stack(adjoint.StackConfig(vocab_size=256, d_model=256, n_layer=4, mixer=mixer))
-    ids = torch.randint(256, (1, length))
+    config = adjoint.StackConfig(vocab_size=256, d_model=256, n_layer=4, mixer=point["mixer"])
+    model, ids = adjoint.Stack(config), torch.randint(256, (1, point["length"]))
 
     def run(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         model.zero_grad(set_to_none=True)
         loss_of(ids).backward()
 
-    return {name: functools.partial(run, steps.loss_by(model, way)) for name, way in METHODS.items()}
-
-
-def _rules(length: int) -> dict[str, Callable[[], object]]:
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
-    from adjoint.kernels.gated_delta_rule import gated_delta_rule
-
-    q, k, v = (torch.randn(1, length, 4, 64) for _ in range(3))
-    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
-    g, beta = -torch.rand(1, length, 4), torch.rand(1, length, 4)
-    leaves = [t.requires_grad_() for t in (q, k, v, g, beta)]
-    d = torch.randn(1, length, 4, 64)
-
-    def scaled(q: torch.Tensor, *rest: Any) -> Any:
-        return gated_delta_rule(q * 64**-0.5, *rest)
-
-    def run(rule: Callable[..., Any]) -> None:
-        torch.autograd.grad(rule(*leaves)[0], leaves, d)
-
-    rules = {"ours": scaled, "transformers": modeling_qwen3_5.torch_chunk_gated_delta_rule}
-    return {name: functools.partial(run, rule) for name, rule in rules.items()}
+    runs: dict[str, Callable[[], object]] = {
+        name: functools.partial(run, steps.loss_by(model, way)) for name, way in METHODS.items()
+    }
+    return dict(steps.alternating(runs, point["rounds"]))
 
 
 class Mixers(Benchmark):

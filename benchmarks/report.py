@@ -16,7 +16,7 @@ from adjoint.train import machine
 Row = dict[str, Any]  # a line of the results
 
 # Okabe and Ito's palette, readable with every kind of colour vision.
-ORANGE, BLUE, GREEN, PURPLE, AMBER = "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00"
+ORANGE, BLUE, GREEN, PURPLE = "#D55E00", "#0072B2", "#009E73", "#CC79A7"
 BLACK, GREY = "#000000", "#7A7A7A"
 
 # ------------------------------------------------------------------------------------------------- conditions

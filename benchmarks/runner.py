@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from adjoint.files import write_atomically
-from adjoint.memory import size_bytes
-from adjoint.settings import whole_number
+from adjoint.settings import size_bytes, whole_number
 from adjoint.tools.measure.journal import Journal, progress
 from adjoint.tools.measure.process import ROOT, Point, Process
 from benchmarks import report
@@ -112,6 +111,7 @@ class Benchmark:
         caption: of the picture, where the document has it above the table.
         keeps_journal: also after a complete run, so that the next one need not measure the same again.
         quiet: keep what its processes write to stderr away from the terminal.
+        one_thread: its processes compute on one thread, and warn of nothing.
     """
 
     name = ""
@@ -125,6 +125,7 @@ class Benchmark:
     caption = ""
     keeps_journal = False
     quiet = True
+    one_thread = False
 
     # What a benchmark says.
 
@@ -166,7 +167,7 @@ class Benchmark:
 
     def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
         """Environment variables of its process."""
-        return {}
+        return {"OMP_NUM_THREADS": "1", "ADJOINT_VERBOSITY": "warning"} if self.one_thread else {}
 
     def shared(self, point: Point) -> str | None:
         """Points that share a process have the same here; None: a process of its own."""
@@ -189,8 +190,8 @@ class Benchmark:
         return any("error" in result for _, result in measurements)
 
     def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        """A line of the results for each thing that was compared."""
-        raise NotImplementedError
+        """A line of the results for each thing that was compared: here for each point."""
+        return [{**point, **result} for point, result in measurements]
 
     def failed(self, result: Row) -> bool:
         """Whether what was measured is not as it has to be."""

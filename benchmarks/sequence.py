@@ -16,31 +16,29 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import adjoint
 from adjoint import StackConfig
 from adjoint.engine.executor import Executor
-from adjoint.plan.memory import Setup
-from adjoint.plan.model import Model
-from adjoint.plan.pretrained import outlined
+from adjoint.plan.model_sizes import Model
+from adjoint.plan.planned_pretrained import outlined
+from adjoint.plan.planned_stack import model_of
 from adjoint.plan.rounds import step_bytes
-from adjoint.plan.stack import model_of
+from adjoint.plan.run_memory import Setup
 from adjoint.tools.measure.passes import Passes, measured, repeated
 from adjoint.tools.measure.process import Point
 from adjoint.train.layout import Layout
 from benchmarks import report, runner, steps, wrapped
+from benchmarks.ranks import on_ranks
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
@@ -57,10 +55,7 @@ MODELS: dict[str, Point] = {
 def measure(point: Point) -> Point:
     """The largest memory of the processes, in all and of what each keeps between its chunks, the longest of
     their times, the bytes of all their messages."""
-    workers = point["workers"]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one, (folder, point), nprocs=workers)  # type: ignore[attr-defined]
-        results = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(workers)]
+    results = on_ranks(measure_rank, point, point["workers"])
     return {
         "memory_bytes": max(result["memory_bytes"] for result in results),
         "seconds": [max(times) for times in zip(*(result["seconds"] for result in results), strict=True)],
@@ -82,14 +77,12 @@ def held_bytes(worker: Executor) -> Point:
     }
 
 
-def _one(rank: int, folder: str, point: Point) -> None:
-    """Measure one of the processes, and write its result into the folder."""
+def measure_rank(point: Point) -> Point:
+    """Measure in one of the processes."""
     from adjoint.parallel.transport import GroupTransport
 
-    torch.set_num_threads(1)
     sizes_held, run = list[Point](), Executor.run
     workers, sent, start = point["workers"], list[int](), GroupTransport._started
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=workers)
 
     def counted(self: Any, to: int, tensor: torch.Tensor, tag: int = 0) -> Any:
         sent.append(tensor.nbytes)
@@ -118,10 +111,7 @@ def _one(rank: int, folder: str, point: Point) -> None:
 
     result = measured(prepare, ids, point["first"] * workers, repeat, "step")
     result["sent_bytes"] = sum(sent) / point["passes"]
-    result |= {name: max(sizes[name] for sizes in sizes_held) for name in sizes_held[0]}
-    Path(folder, str(rank)).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return result | {name: max(sizes[name] for sizes in sizes_held) for name in sizes_held[0]}
 
 
 @functools.cache
@@ -147,7 +137,7 @@ def planned_bytes(name: str, length: int, workers: int) -> int:
 class Sequence(Benchmark):
     name = "sequence"
     module = "benchmarks.sequence"
-    uses = ("wrapped",)
+    uses = ("wrapped", "ranks")
     limiting_options = ("lengths", "models", "workers")
     ratios = (("memory_bytes", "seconds"), {"workers": 1}, ("model", "length"))
     document = "docs/which_layout.md"

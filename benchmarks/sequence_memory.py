@@ -35,7 +35,7 @@ SHOWN = {
 class SequenceMemory(Benchmark):
     name = "sequence_memory"
     module = "benchmarks.sequence"
-    uses = ("wrapped",)
+    uses = ("wrapped", "ranks")
     limiting_options = ("length", "models", "workers")
     ratios = ((*SHOWN,), {"workers": 1}, ("model", "length"))
     document = "docs/which_layout.md"

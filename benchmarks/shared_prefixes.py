@@ -9,9 +9,8 @@ of the gradient are compared between the two ways.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +19,7 @@ from adjoint.tools.measure.passes import Passes, measured, repeated
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner, wrapped
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found
+from benchmarks.runner import Benchmark
 from benchmarks.steps import builder
 from benchmarks.wrapped import WIDTHS
 
@@ -68,6 +67,7 @@ class SharedPrefixes(Benchmark):
     limiting_options = ("models", "answers", "ratios", "rest", "passes")
     uses = ("wrapped",)
     document = "docs/recipes.md"
+    one_thread = True
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         runner.add_choice(parser, "--models", MODELS)
@@ -86,12 +86,6 @@ class SharedPrefixes(Benchmark):
     def describe(self, point: Point) -> str:
         way = "once" if point["shares"] else "with each row"
         return f"{point['model']}, {point['answers']} answers to {point['prompt']:,} tokens {way}"
-
-    def env(self, point: Point, options: argparse.Namespace) -> Mapping[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1", "ADJOINT_VERBOSITY": "warning"}
-
-    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        return [{**point, **result} for point, result in measurements]
 
     def markdown(self, result: Row) -> str:
         """A line for each model and number of answers, a column for each length of the prompt."""

@@ -5,7 +5,7 @@ Models are data. {"mixer": …} and other options of `StackConfig` are a `Stack`
 transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": "Exact"}, which wraps it. With
 {"sliced_head": True} its logits exist for a slice of the tokens at a time, as a wrapped model's do. With
 {"graph": True} steps on a GPU are replays of a CUDA graph.
-{"segments": 1408} recomputes either by hand, segment by segment.
+{"segments": 1408} recomputes a `Stack` by hand, segment by segment.
 
 Before a way is timed its gradients are compared with plain backpropagation's, on the same weights.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes.util
-import functools
 import itertools
 import math
 import statistics
@@ -64,10 +63,9 @@ SWITCHES = ("checkpointing", "sliced_head", "graph")  # of a way, besides its me
 COMPARED = "float64"
 ROUNDING = tolerance([torch.float64])  # a gradient's largest relative L2 distance
 LIMITS = (2e9, 4e9, 16e9)  # bytes of resident memory, imports included
-LONGEST = """The longest sequence that fits, of all resident memory, imports and weights included. A line
-through two measured lengths, in brackets, gives the length at the limit (`~`). `<`: the shortest measured
-length takes more. `>`: the longest measured length fits, and either two lengths take so nearly the same
-memory that no line is drawn through them, or the line does not come to the limit within 64 times that length.
+LONGEST = """The longest sequence that fits into so much resident memory, imports and weights included.
+`~`: read off a line through the two measured lengths in brackets. `<`: the shortest measured length takes
+more. `>`: the longest measured length fits, and no line leads to the limit.
 """
 
 
@@ -156,9 +154,11 @@ def float32_is_float64() -> Iterator[None]:
         torch.Tensor.float, torch.Tensor.to = float_, to  # type: ignore[method-assign]
 
 
-def measure(point: Point) -> Point:
+def measure(point: Point, after: Callable[[Passes, Tensor], Point] = lambda passes, ids: {}) -> Point:
     """Bytes at the peak, seconds of each forward + backward, and the loss, on random tokens; or, of a point
     with several `ways`, how far the gradients of each are from those of the first.
+
+    after: what else is measured of the model and the tokens, when the passes have ended.
 
     point: model, way, length; device; dtype of the weights, float32 if none is said; autocast: a dtype, or
     none; above: what memory is
@@ -177,9 +177,14 @@ def measure(point: Point) -> Point:
     def repeat(step: Callable[[], object]) -> list[float]:
         return repeated(step, point["device"], point["repeat_s"], least=point.get("least", 1), most=20)
 
-    way = point["way"]
-    passes = functools.partial(prepared, point, way, build)
-    return measured(passes, ids, point["first"], repeat, point["above"], way.get("graph", False))
+    way, models = point["way"], list[Passes]()
+
+    def prepare() -> Passes:
+        models.append(prepared(point, way, build))
+        return models[-1]
+
+    result = measured(prepare, ids, point["first"], repeat, point["above"], way.get("graph", False))
+    return result | after(models[-1], ids)
 
 
 def prepared(point: Point, way: Point, build: Callable[[], Any]) -> Passes:

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 from adjoint.cli import main
 from adjoint.engine import binomial
-from benchmarks import host_waits, report
+from adjoint.tools.measure import show
+from benchmarks import report
 from benchmarks.checkpoints import Checkpoints
-from benchmarks.gpu.report import comparison
-from benchmarks.kernels.command import with_more_threads
+from benchmarks.gpu.points import OPPONENT
 from benchmarks.report import Row
 from benchmarks.runner import RESULTS
 
-Numbers = dict[str, float]
+# of `benchmarks.gpu --simulated`, whose longest lengths take hours, each in a folder of its own
+SIMULATED = ("gpu-simulated", "half-a-million/gpu-simulated", "a-million/gpu-simulated")
+LONG_CHECKPOINTED = 131072  # tokens of a step with checkpointing that h200/host_waits lacks
 
 # ------------------------------------------------------------------------------------------------- results
 
@@ -85,8 +87,7 @@ SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and t
 
 
 def kernels_by_vectors() -> str:
-    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set; and, of
-    forward and backward, ms and speedup with more threads."""
+    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
     ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
     lines = []
     for op in dict.fromkeys(measurement["op"] for measurement in rows("avx2/kernels")):
@@ -94,11 +95,8 @@ def kernels_by_vectors() -> str:
         for _, folder, way in ways:
             measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
             cells.append(f"{measurement['ms']:.1f} ms · {measurement['roof_share']:.0%}")
-            if way == "both":
-                cells.append(with_more_threads(measurement))
         lines.append([f"`{op}`", *cells])
-    passes = {"forward": ("forward",), "both": ("with backward", "more threads")}
-    heads = [f"{said}, {head}" for said, _, way in ways for head in passes[way]]
+    heads = [f"{said}, {'forward' if way == 'forward' else 'with backward'}" for said, _, way in ways]
     return report.markdown_table(["", *heads], lines)
 
 
@@ -128,11 +126,6 @@ def millions_of_tokens() -> str:
     return report.pivot([""], rows("sixty-four-million/checkpoints"), Checkpoints().named, "length", cell)
 
 
-def steps_before() -> str:
-    """Return the table of wrapped models' steps as of the commit that was run and as of an earlier one."""
-    return report.pivot([""], rows("before/wrapped"), ["model"], "way", report.memory_and_time, str)
-
-
 def reversible() -> str:
     """Return the table of how many chunks can be reversed, by the states that are stored."""
     repeats = range(1, 6)
@@ -141,41 +134,50 @@ def reversible() -> str:
     return report.markdown_table(heads, lines)
 
 
-def method_and_kernels() -> str:
-    """Memory and time of a step by the method alone, by the kernels alone, and by both."""
-    lines = [
-        ("Mamba, backpropagation", "transformers' (mambapy)", "hf-mamba"),
-        ("Mamba, backpropagation", "ours", "backprop"),
-        ("**Mamba, `Exact`**", "ours", "exact"),
-        ("Mamba-2, backpropagation", "transformers'", "hf-mamba2"),
-        ("Mamba-2, chunks by hand", "transformers'", "hf-mamba2-segments"),
-        ("**Mamba-2, wrapped**", "ours", "hf-mamba2-wrapped"),
-    ]
-    lengths = sorted({measurement["length"] for measurement in rows("memory")})
-    cells = {
-        (measurement["method"], measurement["length"]): report.memory_and_time(measurement, "GiB")
-        for measurement in rows("memory", allocator="default")
-    }
-    table = (
-        [title, kernels, *(cells.get((method, n), "–") for n in lengths)] for title, kernels, method in lines
-    )
-    return report.markdown_table(["", "kernels", *map("{:,} tokens".format, lengths)], table, left=(0, 1))
-
-
-def compared_steps(name: str) -> str:
-    """Return the comparison of a stored run of `benchmarks.gpu`, dry or on a GPU."""
-    return comparison(rows(name, stage="h"))
-
-
 def kernels_on_a_gpu() -> str:
-    """Return a table of the kernels that stage a of `benchmarks.gpu` has compared with float64 on a GPU."""
-    tried = [r for r in rows("h200/gpu", stage="a") if r["point"]["kind"] in ("trial", "values")]
-    lines = (
-        [r["name"], r["worst"], f"{r['worst_error']:.1e}", f"{r['limit']:.0e}", r.get("backend", "triton")]
-        for r in tried
-    )
-    return report.markdown_table(["kernel", "worst of its tensors", "error", "limit", "backend"], lines,
-                                 left=(0, 1, 4))  # fmt: skip
+    """Return the largest errors, against float64, of the kernels that stage a of `benchmarks.gpu` has run on
+    a GPU: a line per operation, a column per problem and dtype."""
+    cells: dict[str, dict[str, str]] = {}
+    heads: dict[str, None] = {}
+    for kernel in rows("h200/gpu", stage="a"):
+        point, limit = kernel["point"], f"limit {kernel['limit']:.0e}"
+        tokens = kernel["name"].split(", ")[1]
+        problem = "trial" if point["kind"] == "trial" else tokens
+        head = f"{problem}, {point['dtype']} ({limit})"
+        heads[head] = None
+        cells.setdefault(point.get("op", point.get("operation")), {})[head] = f"{kernel['worst_error']:.0e}"
+    lines = ([f"`{op}`", *(errors.get(head, "–") for head in heads)] for op, errors in cells.items())
+    return report.markdown_table(["", *heads], lines)
+
+
+def steps_on_a_gpu() -> str:
+    """Return the steps of stage h of `benchmarks.gpu` on a GPU, with checkpointing and by chunks."""
+    compared = [row | row["point"] for row in rows("h200/gpu", stage="h")]
+    steps = rows("h200/host_waits") + [step for step in compared if step["length"] == LONG_CHECKPOINTED]
+    lines = []
+    for step in sorted(steps, key=lambda step: (step["hybrid"], step["length"], step.get("chunk_size") or 0)):
+        by = f"chunks of {step['chunk_size']:,}" if step.get("chunk_size") else OPPONENT
+        numbers = [(step["step_s"], ".3g"), (step.get("gpu_s"), ".3g"), (step.get("operations"), ",")]
+        numbers.append((step["memory_bytes"] / 2**30, ".2f"))
+        lines.append([step["hybrid"], show.tokens(step["length"]), by,
+                      *("–" if value is None else f"{value:{form}}" for value, form in numbers)])  # fmt: skip
+    heads = ["model", "tokens", "by", "s per step", "s of the GPU", "its operations", "allocated, GiB"]
+    return report.markdown_table(heads, lines, left=(0, 2))
+
+
+def steps_on_a_simulated_gpu() -> str:
+    """Return GiB at the peak of stage h's steps on a simulated GPU, or why a step does not end, and how long
+    the host takes for each second of the GPU; a column per length."""
+
+    def cell(row: Row) -> str:
+        if "memory_bytes" not in row:
+            return str(row["status"])
+        beyond = f" ({row['status']})" if row["status"] != "measured" else ""
+        return f"{row['memory_bytes'] / 2**30:.2f} GiB{beyond} · {row['host_share']:.2f}"
+
+    steps = [row | row["point"] for name in SIMULATED for row in rows(name, stage="h")]
+    steps.sort(key=lambda row: (row["hybrid"], row["by"] != OPPONENT))
+    return report.pivot(["model", "by"], steps, ("hybrid", "by"), "length", cell, show.tokens)
 
 
 class Table(NamedTuple):
@@ -204,7 +206,6 @@ def runs(document: str, mark: str, *results: str) -> Table:
 
 
 TABLES = [
-    Table("docs/results.md", "method and kernels table", method_and_kernels, ("memory",)),
     Table("docs/results.md", "kernels by vectors table", kernels_by_vectors,
           ("avx2/kernels", "avx512/kernels")),
     Table("docs/results.md", "models by vectors table", models_by_vectors,
@@ -212,27 +213,16 @@ TABLES = [
     Table("docs/results.md", "exact-growth table", growth, ("exact-growth/memory",)),
     Table("docs/results.md", "sixty-four million tokens table", millions_of_tokens,
           ("sixty-four-million/checkpoints",)),
-    Table("docs/results.md", "steps before table", steps_before, ("before/wrapped",)),
     Table("docs/convergence.md", "positions table", positions, ("loss_by_position",)),
     Table("docs/which_method.md", "recompute table", recomputed),
     Table("docs/which_method.md", "reversible table", reversible),
     Table("docs/gpu.md", "kernels on an H200 table", kernels_on_a_gpu, ("h200/gpu",)),
-    Table("docs/gpu.md", "steps on an H200 table", lambda: compared_steps("h200/gpu"), ("h200/gpu",)),
-    Table("docs/gpu.md", "host waits table", lambda: host_waits.table(rows("h200/host_waits")),
-          ("h200/host_waits",)),
-    Table("docs/gpu.md", "dry run on a simulated GPU table", lambda: compared_steps("gpu-simulated"),
-          ("gpu-simulated",)),
-    Table("docs/gpu.md", "half a million tokens on a simulated GPU table",
-          lambda: compared_steps("half-a-million/gpu-simulated"), ("half-a-million/gpu-simulated",)),
-    Table("docs/gpu.md", "a million tokens on a simulated GPU table",
-          lambda: compared_steps("a-million/gpu-simulated"), ("a-million/gpu-simulated",)),
-    Table("docs/gpu.md", "dry run on a CPU table", lambda: compared_steps("gpu-dry-run"),
-          ("gpu-dry-run",)),
+    Table("docs/gpu.md", "steps on an H200 table", steps_on_a_gpu, ("h200/host_waits", "h200/gpu")),
+    Table("docs/gpu.md", "steps on a simulated GPU table", steps_on_a_simulated_gpu, SIMULATED),
     runs("docs/results.md", "kernels", "kernels"),
     runs("docs/results.md", "window_time", "window_time"),
-    runs("docs/kernels.md", "instructions", "instructions"),
     runs("docs/which_method.md", "mini_sequence", "mini_sequence"),
     runs("docs/results.md", "wrapped_length", "wrapped_length"),
-    runs("docs/paper.md", "sources and scaling", "sources", "scaling"),
+    runs("docs/paper.md", "sources", "sources"),
     runs("docs/plan.md", "shards", "shards"),
 ]  # fmt: skip

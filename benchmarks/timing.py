@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 
@@ -10,59 +9,37 @@ import torch
 
 from adjoint.tools.measure.passes import repeated, synchronize
 
-Mark = Callable[[], None]
 
-
-def phases(
-    run: Callable[[Mark], object], device: str, repeat_s: float, least: int = 3, most: int = 100
-) -> list[list[float]]:
-    """Seconds of the phases of each of several runs; `run(mark)` calls `mark()` between two phases.
+def time_runs(
+    run: Callable[[], object], device: str, repeat_s: float, least: int = 3, most: int = 100
+) -> list[float]:
+    """Return the seconds of each of several runs.
 
     On a GPU by CUDA events, behind matrix products that keep it busy while the host queues the run: what is
     measured is the device's own time, from cold caches, without the gaps in which it waits for launches. On
     a CPU by the clock. Two runs before are not counted; how many there are is as in `repeated`.
     """
-    cuda = device.startswith("cuda")
-    run(lambda: None)  # compiles
+    run()  # compiles
     synchronize(device)
     began = time.perf_counter()
-    run(lambda: None)
+    run()
     queueing = time.perf_counter() - began
     synchronize(device)
-    busy = _Busy(device) if cuda else None
-    times: list[list[float]] = []
+    if not device.startswith("cuda"):
+        return repeated(run, device, repeat_s, least, most)
+    busy, seconds = _Busy(device), list[float]()
 
     def once() -> None:
-        if busy is None:
-            times.append(_by_clock(run))
-        else:
-            busy.keep(1.5 * queueing)
-            times.append(_by_events(run, device))
+        busy.keep(1.5 * queueing)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        synchronize(device)
+        seconds.append(begin.elapsed_time(end) / 1e3)
 
     repeated(once, device, repeat_s, least, most)
-    return times
-
-
-def _by_clock(run: Callable[[Mark], object]) -> list[float]:
-    marks = [time.perf_counter()]
-    run(lambda: marks.append(time.perf_counter()))
-    marks.append(time.perf_counter())
-    return [after - before for before, after in itertools.pairwise(marks)]
-
-
-def _by_events(run: Callable[[Mark], object], device: str) -> list[float]:
-    events: list[torch.cuda.Event] = []
-
-    def mark() -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        events.append(event)
-
-    mark()
-    run(mark)
-    mark()
-    synchronize(device)
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+    return seconds
 
 
 class _Busy:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,13 @@ from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
 LIMIT = 2.5  # what no ratio may pass
-# scan → what tables call it, the operation, its widths, its colour
-SCANS: dict[str, tuple[str, str, dict[str, int], str]] = {
-    "selective": ("selective scan, 512 channels × 16", "selective_scan", {"d_inner": 512, "d_state": 16},
-                  report.ORANGE),
-    "ssd": ("SSD, 8 heads × 64 × 64", "ssd_scan", {"nheads": 8, "headdim": 64, "d_state": 64}, report.PURPLE),
-    "scalar": ("linear scan, scalar × 16", "linear_scan_scalar", {"d_state": 16}, report.AMBER),
-    "diagonal": ("linear scan, diagonal 16", "linear_scan_diagonal", {"d_state": 16}, report.GREEN),
-    "dense": ("linear scan, dense 16 × 16", "linear_scan_dense", {"d_state": 16}, report.BLUE),
+# scan → what tables call it, the operation, its widths
+SCANS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "selective": ("selective scan, 512 channels × 16", "selective_scan", {"d_inner": 512, "d_state": 16}),
+    "ssd": ("SSD, 8 heads × 64 × 64", "ssd_scan", {"nheads": 8, "headdim": 64, "d_state": 64}),
+    "scalar": ("linear scan, scalar × 16", "linear_scan_scalar", {"d_state": 16}),
+    "diagonal": ("linear scan, diagonal 16", "linear_scan_diagonal", {"d_state": 16}),
+    "dense": ("linear scan, dense 16 × 16", "linear_scan_dense", {"d_state": 16}),
 }  # fmt: skip
 
 
@@ -51,7 +50,7 @@ def windows_of(seqlen: int) -> list[int]:
 def measure(point: Point) -> Point:
     """[seconds unwindowed, seconds windowed] of each pair of backwards. Pairs go on until they have taken
     repeat_s, at least `repeats`, at most 50 times as many."""
-    _, op_name, widths, _ = SCANS[point["scan"]]
+    _, op_name, widths = SCANS[point["scan"]]
     op, least = operations.OPS[op_name], point["repeats"]
     shape = {"batch": 1, "seqlen": point["seqlen"], **widths}
     inputs, cotangent = operations.draw(op, shape, point["device"], torch.float32)
@@ -118,23 +117,6 @@ class WindowTime(Benchmark):
         )  # fmt: skip
         title = f"Time of the windowed backward over the unwindowed one at {result['seqlen']:,} tokens"
         return f"{title}: median of alternating pairs (smallest–largest).\n\n{table}"
-
-    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
-        """The ratio against the window, a line a scan, with a rule at the limit."""
-        rows = result["rows"]
-        figure, axes = report.pyplot().subplots(figsize=(7, 4))
-        for name, (label, _, _, colour) in SCANS.items():
-            curve = sorted((row["window"], row["ratio"]) for row in rows if row["scan"] == name)
-            if curve:
-                axes.plot(*zip(*curve, strict=True), "-o", markersize=3, color=colour, label=label)
-        axes.axhline(LIMIT, color=report.GREY, linestyle="--", linewidth=1)
-        axes.text(1, LIMIT, f" {LIMIT}×", va="bottom", color=report.GREY, fontsize=8)
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(0, max(LIMIT * 1.15, 1.05 * max(row["ratio"] for row in rows)))
-        axes.set(xlabel="window, tokens", ylabel="windowed ÷ unwindowed")
-        axes.set_title(f"Time of the backward at {result['seqlen']:,} tokens")
-        axes.legend(fontsize=8, loc="lower right")
-        yield "", figure, report.footer(result["environment"], "float32, batch 1")
 
 
 def summary(scan: str, window: int, pairs: Sequence[Sequence[float]]) -> Row:

@@ -9,28 +9,22 @@ DeepSpeed must be importable: `make test-versions ROWS=deepspeed` installs it in
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import logging
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from adjoint.tools.measure.passes import Passes, measured, repeated
+from adjoint.tools.measure.passes import Passes
 from adjoint.tools.measure.process import Point
-from benchmarks import report, runner, steps, wrapped
+from benchmarks import steps
+from benchmarks.fsdp import PROCESSES, Fsdp, measured_alike
+from benchmarks.ranks import on_ranks
 from benchmarks.report import Row
-from benchmarks.runner import Benchmark, Found
 
-PROCESSES = 2
-WAYS: dict[str, Point] = {"checkpointing": {"checkpointing": True}, "wrapped": {"method": "Exact"}}
 LONGEST_CHECKPOINTED = 8192  # tokens, in a few gigabytes
 # Nothing stays gathered but what runs, and buckets are as small as a layer: the default ones hold all of a
 # small model.
@@ -50,16 +44,13 @@ CONFIG: dict[str, Any] = {
 
 def measure(point: Point) -> Point:
     """A point of `steps.measure`, of the process with the higher peak, with the weights gathered at once."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measure_rank, (folder, point), nprocs=PROCESSES)  # type: ignore[attr-defined]
-        results = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(PROCESSES)]
-    return max(results, key=lambda result: result["memory_bytes"])
+    return max(on_ranks(measure_rank, point, PROCESSES), key=lambda result: result["memory_bytes"])
 
 
-def _measure_rank(rank: int, folder: str, point: Point) -> None:
-    """Measure one of the processes, and write its result into the folder."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ["WORLD_SIZE"] = str(PROCESSES)
+def measure_rank(point: Point) -> Point:
+    """Measure in one of the processes."""
+    rank = str(dist.get_rank())
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(PROCESSES)}
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -67,10 +58,7 @@ def _measure_rank(rank: int, folder: str, point: Point) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for which a compiler would run
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    ids = torch.randint(point["model"]["vocab_size"], (1, point["length"]))
     fetch, gathered = PartitionedParameterCoordinator.fetch_sub_module, [0, 0]
 
     def counting(self: Any, module: Any, forward: bool) -> None:
@@ -88,66 +76,34 @@ def _measure_rank(rank: int, folder: str, point: Point) -> None:
         gathered[1] = sum(p.ds_numel for p in model.parameters())
         return Passes(model, lambda ids: engine(input_ids=ids, labels=ids).loss)
 
-    def repeat(step: Callable[[], object]) -> list[float]:
-        return repeated(step, "cpu", 0.0, least=2)  # as many in each process
-
-    result = measured(prepare, ids, point["first"], repeat, "step")
-    result["gathered"] = gathered[0] / gathered[1]
-    Path(folder, str(rank)).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    result = measured_alike(prepare, point)
+    return result | {"gathered": gathered[0] / gathered[1]}
 
 
-class Zero(Benchmark):
+class Zero(Fsdp):
     name = "zero"
     module = "benchmarks.zero"
-    uses = ("wrapped",)
-    limiting_options = ("lengths", "models")
-    ratios = (("memory_bytes",), {"way": "checkpointing"}, ("model", "length"))
-    document = "docs/which_layout.md"
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        runner.add_counts(parser, lengths=([2048, 8192, 32768], "tokens"))
-        runner.add_choice(parser, "--models", ["Mamba-2"])
+    uses = ("wrapped", "ranks", "fsdp")
+    title = f"{Fsdp.title} · weights gathered at once"
+    ways: ClassVar = {name: Fsdp.ways[name] for name in ("checkpointing", "wrapped")}
+    lengths: ClassVar = [2048, 8192, 32768]
+    models: ClassVar = ["Mamba-2"]
 
     def requirements(self, options: argparse.Namespace) -> Mapping[str, str]:
         return {"deepspeed": "make test-versions ROWS=deepspeed, then PYTHONPATH with its folder"}
 
     def points(self, options: argparse.Namespace) -> list[Point]:
-        combinations = itertools.product(options.lengths, options.models, WAYS)
-        return [
-            {"name": name, "by": way, "length": n, "first": 64, "way": WAYS[way],
-             "model": wrapped.WIDTHS | wrapped.MODELS[name][0]}
-            for n, name, way in combinations
-            if way != "checkpointing" or n <= LONGEST_CHECKPOINTED
-        ]  # fmt: skip
+        points = super().points(options)
+        return [p for p in points if p["by"] != "checkpointing" or p["length"] <= LONGEST_CHECKPOINTED]
 
-    def rows(self, options: argparse.Namespace, measurements: Found) -> list[Row]:
-        groups = steps.grouped(measurements, "name", "by", "length")
-        keys = itertools.product(options.models, WAYS, options.lengths)
-        return [
-            {
-                **dict(zip(("model", "way", "length"), key, strict=True)),
-                **steps.medians(groups[key], key[2]),
-                **({"gathered": groups[key][0]["gathered"]} if "gathered" in groups[key][0] else {}),
-            }
-            for key in keys
-            if key in groups
-        ]
+    def summary(self, results: Sequence[Point], length: int) -> Row:
+        return super().summary(results, length) | {
+            name: share for name, share in results[0].items() if name == "gathered"
+        }
 
-    def failed(self, result: Row) -> bool:
-        """Whether wrapping takes more memory than checkpointing somewhere."""
-        return any(row.get("memory_bytes_ratio", 0) > 1 for row in result["rows"] if row["way"] == "wrapped")
-
-    def markdown(self, result: Row) -> str:
-        title = "peak memory of a process above a short pass · time per token · weights gathered at once"
-        name = "{model}, {way}".format_map
-
-        def cell(row: Row) -> str:
-            gathered = f" · {row['gathered']:.0%}" if "gathered" in row else ""
-            return report.memory_and_time(row) + gathered
-
-        return report.pivot([title], result["rows"], name, "length", cell)
+    def cell(self, row: Row) -> str:
+        gathered = f" · {row['gathered']:.0%}" if "gathered" in row else ""
+        return super().cell(row) + gathered
 
 
 if __name__ == "__main__":

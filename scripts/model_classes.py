@@ -43,7 +43,7 @@ from tests.hf.multimodal_models import MULTIMODAL, make_multimodal, make_multimo
 
 PAGE = ROOT / "docs" / "models_classes.md"
 CALLS_PAGE = ROOT / "docs" / "models_calls.md"
-HEAD = ["family", "class", "its cache holds", "gradient by chunks"]
+HEAD = ["family", "its cache holds", "class: gradient by chunks"]
 LIMIT = 1e-10
 UNTRIED = "not tried, because no small configuration of them was found or they do not run in float64"
 SECONDS = 60  # for each class that is in no table of the tests
@@ -247,16 +247,48 @@ def _raise_timeout(*_: Any) -> None:
     raise TimeoutError
 
 
+def grouped_rows(outcomes: list[tuple[tuple[str, ...], str, str]]) -> list[list[str]]:
+    """Return a row for the classes of each group, in the order of their first ones.
+
+    Args:
+        outcomes: of each class the first cells of its group's row, its name, and its gradient's error or the
+            reason of its refusal, which has a row of its own.
+    """
+    texts: dict[tuple[str, ...], list[str]] = {}
+    for group, name, outcome in outcomes:
+        refused = (name,) if outcome.startswith("refused") else ()
+        texts.setdefault((*group, *refused), []).append(f"`{name}` {outcome}")
+    return [[*group[: len(HEAD) - 1], ", ".join(classes)] for group, classes in texts.items()]
+
+
+def as_table(rows: list[list[str]]) -> str:
+    """Return rows as a table, the first one as its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def classes_table() -> str:
+    """Return the table of the classes that the tests have."""
+    classes = [(family, name) for family, names in FAMILIES.items() for name in names]
+    outcomes = []
+    for family, name in [*classes, *(("refused", name) for name in REFUSED)]:
+        print(name, flush=True)
+        cache, outcome = try_model(make(name))
+        outcomes.append(((family, cache), name, outcome))
+    return as_table([HEAD, *grouped_rows(outcomes)])
+
+
 def multimodal_table() -> str:
     """Return the table of classes with images, video or sound."""
-    rows = [["class", "inputs beside ids", "its cache holds", "gradient by chunks"], ["---"] * 4]
+    outcomes = []
     for name in MULTIMODAL:
         print(name, flush=True)
         inputs = make_multimodal_batch(name)
         extra_inputs = [n for n in inputs if n not in ("input_ids", "labels", "attention_mask")]
         names = ", ".join(f"`{n}`" for n in extra_inputs)
-        rows.append([f"`{name}`", names, *try_model(make_multimodal(name), inputs)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        cache, outcome = try_model(make_multimodal(name), inputs)
+        outcomes.append(((names, cache), name, outcome))
+    return as_table([["inputs beside ids", *HEAD[1:]], *grouped_rows(outcomes)])
 
 
 # ------------------------------------------------------------------------------------- the table of calls
@@ -355,6 +387,11 @@ def outcome_of_call(measure: Callable[[], float]) -> tuple[str, float]:
     return ("off, warned" if is_warned else "off"), error
 
 
+def percent(error: float) -> str:
+    """Return a relative error in percent, with two digits."""
+    return f"{float(f'{100 * error:.2g}'):g}%"
+
+
 def call_cells(model: Any, right: dict[str, list[Tensor]]) -> Iterator[str]:
     """Iterate over the cells of a model's row: the outcomes without labels and with, over all modes."""
     for kind, form in CALL_COLUMNS.values():
@@ -368,15 +405,24 @@ def call_cells(model: Any, right: dict[str, list[Tensor]]) -> Iterator[str]:
                         lambda: error_of_call(model, kind, form, has_labels, right[kind])  # noqa: B023
                     )
                 outcomes[outcome] = max(error, outcomes.get(outcome, 0.0))
-            shown = (f"{o} {100 * e:.2g}%" if "off" in o else o for o, e in sorted(outcomes.items()))
-            texts.append(", ".join(shown).replace("off, warned ", "warned "))
-        yield texts[0] if texts[0] == texts[1] else " / ".join(texts)
+            shown = [f"{o} {percent(e)}" if "off" in o else o for o, e in sorted(outcomes.items())]
+            texts.append(", ".join(shown).replace("off, warned ", "warned ").replace("off ", ""))
+        separator = " / " if "," in "".join(texts) else "/"
+        yield texts[0] if texts[0] == texts[1] else separator.join(texts)
+
+
+def calls_rows(name: str, by_itself: list[str], wrapped: list[str]) -> list[list[str]]:
+    """Return a class's row of transformers' results, and a second one of the wrapped model's if any differs
+    from ok."""
+    if set(wrapped) == {"ok"}:
+        return [[f"`{name}`", "ok", *by_itself]]
+    return [[f"`{name}`", "below", *by_itself], ["… wrapped", "", *wrapped]]
 
 
 def calls_table() -> str:
-    """Return the table of calls: for each class a row of transformers' results and one of the wrapped's."""
+    """Return the table of calls: for each class transformers' results, and whether the wrapped's are ok."""
     recurrent = [name for family, names in FAMILIES.items() if family != "attention" for name in names]
-    rows = [["class", "", *CALL_COLUMNS], ["---"] * (2 + len(CALL_COLUMNS))]
+    rows = [["class", "wrapped", *CALL_COLUMNS]]
     for name in [*recurrent, *(name for name in MORE_RECURRENT if hasattr(transformers, name))]:
         print(name, flush=True)
         model = make_small(getattr(transformers, name)) if name in MORE_RECURRENT else make(name)
@@ -384,9 +430,8 @@ def calls_table() -> str:
         right = {
             kind: expected_logits(copy.deepcopy(model), kind) for kind in ("cache", "padding", "documents")
         }
-        for label, each in (("by itself", model), ("wrapped", wrapped)):
-            rows.append([f"`{name}`", label, *call_cells(each, right)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows += calls_rows(name, list(call_cells(model, right)), list(call_cells(wrapped, right)))
+    return as_table(rows)
 
 
 def main() -> None:
@@ -399,14 +444,8 @@ def main() -> None:
     put_table(PAGE, "multimodal table", multimodal_table())
     if "--multimodal" in sys.argv:
         return
-    classes = [(family, name) for family, names in FAMILIES.items() for name in names]
-    rows = [HEAD, ["---"] * len(HEAD)]
-    for family, name in [*classes, *(("refused", name) for name in REFUSED)]:
-        print(name, flush=True)
-        rows.append([family, f"`{name}`", *try_model(make(name))])
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     lines = (f"- {o} ({len(n)}): {', '.join(n)}\n" for o, n in try_other_classes().items() if n)
-    put_table(PAGE, "classes table", table)
+    put_table(PAGE, "classes table", classes_table())
     put_table(PAGE, "others table", "".join(lines))
 
 

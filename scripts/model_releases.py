@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -59,27 +60,61 @@ def try_release(row: str) -> dict[str, str]:
 
 
 def table(outcomes: dict[str, dict[str, str]]) -> str:
-    """Return rows of classes with the same outcome under every release, a column per release."""
+    """Return rows of classes with the same outcomes: the releases that are exact, and those that refuse."""
     releases = sorted(outcomes, key=lambda release: [int(n) for n in release.split(".")])
     reasons: list[str] = []
-    classes_by_cells: dict[tuple[str, ...], list[str]] = {}
+    classes_by_cells: dict[tuple[str, str], list[str]] = {}
     for name in MODELS:
-        cells = []
+        releases_by_mark: dict[str, list[str]] = {EXACT: []}
         for release in releases:
             outcome = outcomes[release].get(name, ABSENT)
-            if outcome not in (EXACT, ABSENT):
-                if outcome not in reasons:
-                    reasons.append(outcome)
-                outcome = f"refused ({'abcdefghij'[reasons.index(outcome)]})"
-            cells.append(outcome)
-        classes_by_cells.setdefault(tuple(cells), []).append(name)
-    rows = [["class", *releases], ["---"] * (1 + len(releases))]
+            if outcome == ABSENT:
+                continue
+            if outcome != EXACT:
+                reason = short_reason(outcome)
+                if reason not in reasons:
+                    reasons.append(reason)
+                outcome = f"({'abcdefghij'[reasons.index(reason)]})"
+            releases_by_mark.setdefault(outcome, []).append(release)
+        exact = ranges(releases_by_mark.pop(EXACT), releases)
+        refused = ", ".join(f"{ranges(each, releases)} {mark}" for mark, each in releases_by_mark.items())
+        classes_by_cells.setdefault((exact, refused), []).append(name)
+    rows = [["class", "exact", "refused"], ["---"] * 3]
+    everywhere = classes_by_cells.pop((ranges(releases, releases), ""), [])
     for cells, names in classes_by_cells.items():
         short = ", ".join(name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in names)
         rows.append([short, *cells])
+    if everywhere:
+        rows.append(
+            [
+                "all others of [the first table](models_classes.md#models-of-transformers)",
+                ranges(releases, releases),
+                "",
+            ]
+        )
     text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     notes = "".join(f"- ({'abcdefghij'[k]}) {reason}\n" for k, reason in enumerate(reasons))
-    return f"{text}\n{notes}"
+    tried = f"Tried: {', '.join(releases)}. A range is of these; a release that a row does not name lacks"
+    tried += " the class."
+    return f"{tried}\n\n{text}\n{notes}"
+
+
+def short_reason(reason: str) -> str:
+    """Return a reason up to its first colon outside of parentheses, without the release's own number."""
+    clause = re.match(r"(?:\([^)]*\)|:(?! )|[^:(])*", reason)
+    assert clause is not None
+    return re.sub(r"transformers [\d.]+", "transformers", clause[0])
+
+
+def ranges(chosen: list[str], releases: list[str]) -> str:
+    """Return releases as text, neighbours in `releases` joined: "5.6, 5.15 to 5.24"."""
+    runs: list[list[str]] = []
+    for release in chosen:
+        if runs and releases.index(release) == releases.index(runs[-1][-1]) + 1:
+            runs[-1].append(release)
+        else:
+            runs.append([release])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "tolerance": Mutation(
         "a model whose gradients by chunks differ is refused",
-        "hf/verification.py",
+        "hf/verify/first_use.py",
         "GRADIENT_RTOL = 1e-4",
         "GRADIENT_RTOL = 1e4",
         "tests/hf/test_messages.py tests/hf/test_wrap_promises.py",
@@ -125,7 +125,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "loss-functions": Mutation(
         "a loss_function that is no sum over tokens is refused",
-        "hf/loss_trial.py",
+        "hf/verify/loss_trial.py",
         "        _refuse(call, loss, padded)\n",
         "        pass\n",
         "tests/hf/test_other_losses.py",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "slow_tests.md"
+CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "ray")
 # told by the Python that ran the tests
 VERSIONS = """import platform, sys
@@ -72,7 +73,15 @@ def run(tests: Sequence[str], python: str = sys.executable, **environment: str) 
     passed = int(suite.get("tests", 0)) - skipped
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     versions = subprocess.check_output([python, "-c", VERSIONS, *PACKAGES], cwd=ROOT, env=env, text=True)
-    return [str(passed), str(skipped), f"{minutes:.0f}", date, tested, versions.strip()]
+    return [str(passed), str(skipped), f"{minutes:.0f}", date, tested, not_pinned(versions.strip())]
+
+
+def not_pinned(versions: str) -> str:
+    """Return Python's version and those of packages that constraints.txt does not name, or "pinned"."""
+    python, *packages = versions.split(", ")
+    pins = CONSTRAINTS.read_text(encoding="utf-8").split()
+    others = [each for each in packages if each.partition("+")[0].replace(" ", "==") not in pins]
+    return ", ".join([python, *(others or ["pinned"])])
 
 
 def commit() -> str:

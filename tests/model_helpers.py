@@ -13,10 +13,10 @@ from torch import Tensor
 
 from adjoint import Stack, StackConfig, StackOutput
 from adjoint.batch import Batch, State
-from adjoint.documents import document_numbers
 from adjoint.engine.executor import Executor
 from adjoint.engine.storage import Edges, Slab
 from adjoint.layers import MIXERS, WINDOWED
+from adjoint.layers.packed_documents import document_numbers
 from adjoint.parallel.context import WithinTiles
 from adjoint.parallel.handoff import StateHandoff
 

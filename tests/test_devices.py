@@ -52,7 +52,7 @@ def test_offloaded_shards_are_computed_with_on_their_meshs_device(monkeypatch: p
         "meta"
     }
     transformers = pytest.importorskip("transformers")
-    from adjoint.hf.trial_copy import example_tokens
+    from adjoint.hf.verify.trial_copy import example_tokens
 
     config = transformers.Mamba2Config(
         vocab_size=61, num_hidden_layers=1, hidden_size=32, num_heads=4, head_dim=16

@@ -1,4 +1,4 @@
-"""Each contract held from outside: a stage, an access to weights, a method and a way to distribute, defined
+"""Each contract held from outside: a stage, a way to hold weights, a method and a way to distribute, defined
 here with nothing but their base classes, train exactly; models in formats defined here go in and out. Copy
 one of them to begin your own."""
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import adjoint
@@ -24,14 +25,15 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.parameter_access import ParameterAccess, Runs
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Head, Stage
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import Gradients, Pullback
+from adjoint.engine.weights import Weights
 from adjoint.formats import FILE_FORMATS, FORMATS
 from adjoint.formats.format import FileFormat, StackFormat
-from adjoint.methods import Method
+from adjoint.methods import Method, wrapped_spec
 from adjoint.parallel import access
 from tests.formats.test_pretrained import as_run
 from tests.hf.hf_models import float64_throughout, make
@@ -104,13 +106,14 @@ def test_a_stage() -> None:
     assert_same(dict(enumerate(torch.autograd.grad(by_chunks, parameters))), expected, 1e-10)
 
 
-# --------------------------------------------------------------------------------------- access to weights
+# ------------------------------------------------------------------------------------------------- weights
 
 
-class PackedAccess(ParameterAccess):
+class PackedWeights(Weights):
     """Weights that have memory only while a model runs: between, all are in one buffer, `model.packed`."""
 
     name: ClassVar[str] = "packed weights"
+    can_copy: ClassVar[bool] = False
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
@@ -120,24 +123,14 @@ class PackedAccess(ParameterAccess):
         with self.unpacked():
             return call()
 
-    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
-        with self.unpacked():
-            return step.run_forward()
-
-    def backward(
-        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
-    ) -> tuple[Gradients, list[Tensor | None]]:
-        with self.unpacked():
-            return step.run_backward(d_loss, d_final)
+    def sweep(self, backward_context: ContextFactory = contextlib.nullcontext) -> Sweep:
+        return PackedSweep(self)
 
     def loss_and_gradients(
         self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
     ) -> tuple[float, dict[Tensor, Tensor]]:
         with self.unpacked():
             return super().loss_and_gradients(parameters, compute_loss)
-
-    def can_copy(self) -> bool:
-        return False
 
     @contextlib.contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -153,6 +146,17 @@ class PackedAccess(ParameterAccess):
                 p.untyped_storage().resize_(0)
 
 
+class PackedSweep(Sweep):
+    """A step whose weights have memory while its programs run."""
+
+    def __init__(self, weights: PackedWeights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return self.weights.unpacked()
+
+
 def pack(model: nn.Module) -> None:
     vars(model)["packed"] = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
@@ -160,14 +164,14 @@ def pack(model: nn.Module) -> None:
 
 
 @pytest.fixture
-def packed_access() -> Iterator[None]:
-    access.KINDS.insert(0, PackedAccess)
+def packed_weights() -> Iterator[None]:
+    access.KINDS.insert(0, PackedWeights)
     yield
-    access.KINDS.remove(PackedAccess)
+    access.KINDS.remove(PackedWeights)
 
 
-@pytest.mark.usefixtures("packed_access")
-def test_an_access_to_weights_of_a_stack() -> None:
+@pytest.mark.usefixtures("packed_weights")
+def test_a_way_to_hold_weights_of_a_stack() -> None:
     model, ids = make_model("mixed, untied"), make_ids(2, 23)
     loss, gradients = train(model, ids, adjoint.Backprop())
     pack(model)
@@ -186,11 +190,10 @@ class Halves(Method):
 
     name: ClassVar[str] = "halves"
 
-    def engine_spec(self, seqlen: int, default: int) -> EngineSpec:
+    def engine_spec(self, seqlen: int, default: int, documents: tuple[int, ...] | None = None) -> EngineSpec:
+        if documents is not None:
+            return wrapped_spec(self, seqlen, default, documents)
         return EngineSpec(chunk_size=-(-seqlen // 2))
-
-    def model_spec(self, seqlen: int, default: int, documents: tuple[int, ...] = (0,)) -> EngineSpec:
-        return dataclasses.replace(self.engine_spec(seqlen, default), documents=documents, least=2)
 
 
 def test_a_method_of_a_stack_and_of_a_wrapped_model() -> None:
@@ -240,7 +243,7 @@ def rows_over_ranks() -> None:
     batch = dataclasses.replace(Batch.from_labels(rows, rows, states=states), divisor=ids.numel() - len(ids))
     step = ChunkedStep(
         model.stages(), batch, EngineSpec(5), model.config.d_model,
-        distribution=RowsOverRanks(), access=access.access_of(model, None, ModuleTensors(model).restored),
+        distribution=RowsOverRanks(), sweep=access.weights_of(model).sweep(ModuleTensors(model).restored),
     )  # fmt: skip
     shared = step.loss().loss
     shared.backward()
@@ -275,6 +278,9 @@ class PackedFile:
         model.load_state_dict(torch.load(file)["weights"])
         return model.to(dtype)
 
+    def stored_dtypes(self, file: Path) -> dict[str, tuple[torch.dtype, int]]:
+        return {name: (t.dtype, t.numel()) for name, t in torch.load(file)["weights"].items()}
+
     def save(self, model: Any, file: Path, dtype: torch.dtype | None) -> None:
         weights = {name: t.to(dtype or t.dtype) for name, t in model.state_dict().items()}
         torch.save({"sizes": model.config.to_diff_dict(), "weights": weights}, file)
@@ -301,6 +307,9 @@ def test_a_format_of_a_file_in_every_command(
     monkeypatch.setattr("adjoint.tools.compare.measure._limit", lambda *_: None)  # of the tests' own process
     model = make("Mamba2ForCausalLM", torch.float32, vocab_size=260)
     file, out, folder = (tmp_path / name for name in ("in.packed", "out.packed", "folder"))
+    mixed = {name for name, _ in model.named_parameters() if name.endswith(("A_log", "norm_f.weight"))}
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in mixed else torch.bfloat16)
     packed_files.save(model, file, None)
     sizes = {"model__d_model": model.config.hidden_size, "model__n_layer": model.config.num_hidden_layers}
     start: dict[str, Any] = {**sizes, "model__from_pretrained": file, "training__steps": 1}
@@ -311,8 +320,12 @@ def test_a_format_of_a_file_in_every_command(
     for place, said in ((out, "Mamba-2, packed, "), (folder, "Mamba2ForCausalLM of transformers, ")):
         assert main(["export", str(tmp_path / "run"), "--to", str(place)]) == 0
         assert said in capsys.readouterr().out
-    trained = transformers.Mamba2ForCausalLM.from_pretrained(folder).state_dict()
-    assert_same(packed_files.load(out, None).state_dict(), trained, 0)
+    written = torch.load(out)["weights"]
+    stored = load_file(folder / "model.safetensors")
+    for tensors in (written, stored):  # each has the dtype that it has in the file
+        assert {name for name, t in tensors.items() if t.dtype == torch.float32} == mixed
+    trained = transformers.Mamba2ForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert_same(packed_files.load(out, torch.float32).state_dict(), trained, 0)
     assert error(trained, model.state_dict()) > 0
     text = ["--path", str(tmp_path / "text.txt"), "--tokens", "64", "--lengths", "64"]
     assert main(["eval", str(out), *text, "--out", str(tmp_path / "eval")]) == 0

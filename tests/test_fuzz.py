@@ -83,8 +83,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Exact` forgets what lies more than a token back, where chunks are of two tokens or more."""
     spec = Exact.engine_spec
 
-    def windowed(self: Exact, seqlen: int, default: int) -> EngineSpec:
-        made = spec(self, seqlen, default)
+    def windowed(self: Exact, seqlen: int, default: int, *documents: tuple[int, ...]) -> EngineSpec:
+        made = spec(self, seqlen, default, *documents)
         return made if made.chunk_size < 2 else EngineSpec(made.chunk_size, BackwardSpec(window=1))
 
     monkeypatch.setattr(Exact, "engine_spec", windowed)
@@ -152,5 +152,5 @@ def test_a_checkpoint_that_is_taken_though_it_is_damaged_is_found(monkeypatch: p
         "name": "run/checkpoints/step-00000003/model.safetensors",
     }
     assert judge(case) == ("", "")
-    monkeypatch.setattr("adjoint.checkpoint.verify_checkpoint", lambda path: None)
+    monkeypatch.setattr("adjoint.formats.checkpoint_files.verify_checkpoint", lambda path: None)
     assert judge(case)[0] == "Deviation"

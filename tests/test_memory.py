@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adjoint import memory
+from adjoint.settings import size_bytes
 from adjoint.train import machine
 
 
@@ -24,7 +25,7 @@ def lay(folder: Path, files: dict[str, str]) -> None:
     [("40GB", "1.61 GB, 1.5 MB"), ("40GiB", "1.50 GiB, 1.43 MiB"), (None, "1.50 GiB, 1.43 MiB")],
 )
 def test_sizes_are_printed_in_the_unit_that_was_written(written: str | None, shown: str) -> None:
-    memory.print_sizes_as(None if written is None else memory.size_bytes(written))
+    memory.print_sizes_as(None if written is None else size_bytes(written))
     try:
         assert f"{memory.size_text(1.5 * 2**30)}, {memory.size_text(1.5e6)}" == shown
         assert memory.size_text(2**30 + 1, round_up=True)[:4] == ("1.08" if written == "40GB" else "1.01")

@@ -71,12 +71,25 @@ def test_tables_of_tried_models_have_their_places(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "argv", ["model_classes"])
     model_classes.main()
     assert tables.keys() == {"classes table", "others table", "multimodal table", "calls table"}
-    by_itself, wrapped = tables["calls table"].splitlines()[2:]
-    assert re.search(r"by itself \| off [^|]*% / off [^|]*% \| off [^|]*% / off [^|]*% \|$", by_itself)
-    assert wrapped == "| `MambaForCausalLM` | wrapped | ok | ok |"
-    row = re.escape("| Mamba | `MambaForCausalLM` | recurrent | ") + r"\de-1\d \|"
+    (row,) = tables["calls table"].splitlines()[2:]
+    assert re.search(r"^\| `MambaForCausalLM` \| ok \| [\d.]+%[^|]* \| [\d.]+%/[\d.]+% \|$", row)
+    wrong = model_classes.calls_rows("A", ["ok", "ok"], ["ok", "refused"])
+    assert wrong == [["`A`", "below", "ok", "ok"], ["… wrapped", "", "ok", "refused"]]
+    row = re.escape("| Mamba | recurrent | `MambaForCausalLM` ") + r"\de-1\d \|"
     assert re.search(row, tables["classes table"])
     put_table(model_releases.PAGE, "releases table", model_releases.table({"5.24.0": {}}))
+
+
+def test_the_table_of_releases_joins_neighbours() -> None:
+    pytest.importorskip("transformers")
+    from scripts import model_releases
+
+    mamba, exact = "MambaForCausalLM", model_releases.EXACT
+    reason = "transformers 5.6.2 forgets (a: b) its state: pip install"
+    outcomes = {"5.18": {mamba: exact}, "5.6": {mamba: reason}, "5.15": {mamba: exact}, "5.16": {}}
+    text = model_releases.table({**outcomes, "5.20": {mamba: exact}})
+    assert "| Mamba | 5.15, 5.18 to 5.20 | 5.6 (a) |" in text
+    assert "- (a) transformers forgets (a: b) its state\n" in text
 
 
 def commands() -> list[list[str]]:

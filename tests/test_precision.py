@@ -18,7 +18,7 @@ from adjoint import Exact, Stack, StackConfig
 from adjoint.engine import custom_layers
 from adjoint.kernels import trial
 from adjoint.kernels.precision import full_float32
-from adjoint.parallel.fsdp import FSDPAccess
+from adjoint.parallel.fsdp import FSDPWeights
 from adjoint.tools.measure import passes
 from tests.engine.test_first_use import Leaky, stack
 from tests.model_helpers import make_ids
@@ -172,13 +172,13 @@ def test_layer_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stack_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    precisions, compute = list[str](), FSDPAccess.loss_and_gradients
+    precisions, compute = list[str](), FSDPWeights.loss_and_gradients
 
     def noting(*arguments: Any) -> Any:
         precisions.append(torch.backends.cuda.matmul.fp32_precision)
         return compute(*arguments)
 
-    monkeypatch.setattr(FSDPAccess, "loss_and_gradients", noting)
+    monkeypatch.setattr(FSDPWeights, "loss_and_gradients", noting)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model, ids = Stack(StackConfig(vocab_size=17, d_model=8, n_layer=2), seed=0), make_ids(1, 24)

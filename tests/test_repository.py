@@ -20,8 +20,11 @@ from pathlib import Path
 import pytest
 
 import adjoint
-from adjoint import releases
-from adjoint.methods import METHODS
+from adjoint import layers, releases
+from adjoint.engine.model import ChunkedModel
+from adjoint.engine.sweep import Sweep
+from adjoint.engine.weights import Weights
+from adjoint.methods import METHODS, Method
 from adjoint.parallel.access import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +37,12 @@ FLOORS = [
     "batch",
     "memory",
     "files",
-    "checkpoint",
+    "progress",
     "kernels",
-    "documents",
     "layers",
     "loss",
     "formats",
+    "fla",
     "engine",
     "parallel",
     "methods",
@@ -180,9 +183,11 @@ model(ids, labels=ids, method=adjoint.Exact(2)).loss.backward()
 
 
 def test_type_checkers_and_editors_are_told_the_names_that_there_are() -> None:
-    stub = ROOT / "adjoint" / "__init__.pyi"
-    told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
-    assert told == {name: f"adjoint.{module}" for name, module in adjoint._MODULES.items()}
+    at_once = {"MIXERS": "layers.config", "StackConfig": "layers.config"}
+    for folder, modules in (("", adjoint._MODULES), ("layers", layers._MODULES | at_once)):
+        stub = ROOT / "adjoint" / folder / "__init__.pyi"
+        told = {name.rpartition(".")[2]: name.rpartition(".")[0] for _, name in imports_of(stub)}
+        assert told == {name: f"adjoint.{module}" for name, module in modules.items()}
     assert set(adjoint.__all__) <= set(dir(adjoint))
     with pytest.raises(AttributeError, match="no attribute 'Exacte'"):
         adjoint.Exacte  # noqa: B018
@@ -242,6 +247,15 @@ def test_no_import_goes_round_in_a_circle_and_the_house_is_low() -> None:
 
     assert max(map(height, entries)) <= HIGHEST
     assert len(entries) <= 26
+
+
+def test_modules_have_names_of_their_own() -> None:
+    """But for what each tool or each operation's folder has, and for a format and a mixer of one model."""
+    roles = {"__init__", "__main__", "config", "command", "report", "reference", "triton", "trial"}
+    twice = {"rwkv7", "stage"}  # may only become fewer
+    kernels = ROOT / "adjoint" / "kernels"
+    stems = [path.stem for path in python_files("adjoint") if kernels not in path.parents[2:]]
+    assert {stem for stem in stems if stems.count(stem) > 1} - roles == twice
 
 
 def test_imports_are_not_hidden_from_the_interpreter() -> None:
@@ -419,10 +433,17 @@ def test_nobody_changes_attributes_of_the_engine_s_objects_from_outside() -> Non
                 assert not is_engine_object, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
+@pytest.mark.parametrize(("contract", "most"), [(ChunkedModel, 8), (Weights, 14), (Sweep, 15), (Method, 12)])
+def test_a_contract_stays_small(contract: type, most: int) -> None:
+    """Whoever writes a model, a way to hold weights or a way to sweep has to read all of it."""
+    members = {name for cls in contract.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}
+    assert len(members) <= most, sorted(members)
+
+
 def test_methods_and_accesses_are_named_where_they_are_defined_or_picked() -> None:
     """Elsewhere their attributes are asked, not their classes. Commands and their defaults name methods."""
     methods = {method.__name__ for method in METHODS.values()} | {"Method"}
-    kinds = {kind.__name__ for kind in KINDS} - {"ParameterAccess"}
+    kinds = {kind.__name__ for kind in KINDS} - {"Weights"}
     for path in python_files("adjoint"):
         text = path.read_text()
         nodes = [*ast.walk(syntax_tree(path))]
@@ -473,7 +494,7 @@ def test_wheel_holds_all_sources_and_configurations_and_no_short_names(tmp_path:
 def test_no_function_takes_more_than_seven_parameters() -> None:
     """But for kernels and what takes the places of other libraries' functions, with their signatures, and
     `Stack.forward`."""
-    mirrored = ("kernels", "hf/replacements.py", "hf/fla.py", "stack.py: forward")
+    mirrored = ("kernels", "fla/", "stack/calls.py: forward")
     many = []
     for path in python_files("adjoint"):
         for node in ast.walk(syntax_tree(path)):

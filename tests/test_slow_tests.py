@@ -36,6 +36,15 @@ def test_every_test_file_is_in_one_part(script: ModuleType) -> None:
         assert len(script.files_of(part)) == len(names), part
 
 
+def test_a_row_names_only_versions_that_are_not_pinned(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "constraints.txt").write_text("numpy==2.4.6\ntorch==2.13.0\n")
+    monkeypatch.setattr(script, "CONSTRAINTS", tmp_path / "constraints.txt")
+    assert script.not_pinned("Python 3.11.7, torch 2.13.0+cpu, numpy 2.4.6") == "Python 3.11.7, pinned"
+    assert script.not_pinned("Python 3.11.7, torch 2.13.0, numpy 2.4.60") == "Python 3.11.7, numpy 2.4.60"
+
+
 @pytest.mark.slow
 def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

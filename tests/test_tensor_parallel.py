@@ -346,7 +346,7 @@ def test_a_tape_keeps_local_tokens(tmp_path: Path) -> None:
 def collectives_counted() -> None:
     """A layer's collectives, per chunk, are as many as the plan counts; one more sums what ranks share."""
     from adjoint.kernels import collectives
-    from adjoint.plan.tensor import collectives_of
+    from adjoint.plan.tensor_rank import collectives_of
 
     counts: collections.Counter[str] = collections.Counter()
 

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 
 from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
+from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.memory import size_text
 from adjoint.methods import Method
 from adjoint.plan.capacity import Fit
-from adjoint.plan.machine import Machine
-from adjoint.plan.memory import Setup, needs
 from adjoint.plan.partition import partition
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup, needs
 from adjoint.plan.stage_memory import Uncountable
+from adjoint.plan.worker_devices import Machine
 from adjoint.train.config import TrainingConfig
-from adjoint.train.layout import CutModel, Layout
+from adjoint.train.layout import Layout
 
 
 def make_specs(

@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from adjoint.cluster import devices, placement
 from adjoint.cluster.helpers import Helper, HelperShard, as_tensors
+from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.shared_files import SharedFiles
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
-from adjoint.cluster.transport import DistributedTransport, meet
+from adjoint.engine.worker_rules import CutModel, exchanges_within_tiles
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Method
-from adjoint.plan.schedule import exchanges_within_tiles
 from adjoint.train.config import ClusterConfig, TrainingConfig
-from adjoint.train.layout import CutModel
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -122,7 +121,7 @@ class ShardActor:
         helpers = [_helper(actors[rank]) for rank in layout.helpers_of(spec.rank)]
         kind: type[PipelineWorker] = PipelineWorker
         if not isinstance(spec.model, StackConfig):
-            from adjoint.cluster.pretrained import PretrainedPipelineWorker as kind
+            from adjoint.cluster.pretrained_shard import PretrainedPipelineWorker as kind
         shard = kind(spec, transport, checkpoint is None, helpers)
         if checkpoint is not None:
             shard.load(checkpoint)

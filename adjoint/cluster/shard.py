@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
-from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper, share
+from adjoint.cluster.process_group import DistributedTransport
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Connections, Executor
@@ -33,12 +32,14 @@ from adjoint.engine.schedule import Owners, Recv, Schedule, Send
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
+from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import FileEntry, StoredTensors
 from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes
-from adjoint.parallel.access import access_of
+from adjoint.parallel.access import weights_of
 from adjoint.parallel.agreement import (
     describe_settings,
     describe_tensors,
@@ -49,9 +50,8 @@ from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
-from adjoint.plan.schedule import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.stack import Stack
-from adjoint.train.carried_state import STEM, Carried
+from adjoint.train.carry_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer, take_step
@@ -139,7 +139,7 @@ class PipelineWorker:
         # that is to wait for others.
         self.progress, self.at = 0, ("", False)
 
-    # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained`).
+    # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained_shard`).
 
     embedding_name, head_name = "embedding.weight", "lm_head.weight"
 
@@ -164,7 +164,7 @@ class PipelineWorker:
 
     def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
         """Return the model's stages, None for those of other shards."""
-        return self.part.stages(self.spec.method.recompute, reads_windows(engine_spec))
+        return self.part.stages(self.spec.method.storage.recompute, reads_windows(engine_spec))
 
     def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
         """Return each stage's state before a sequence, from this shard's; None means zeros."""
@@ -252,7 +252,7 @@ class PipelineWorker:
         layout.check_chunks(spec.method, batch.seqlen, engine_spec.chunk_size)
         chunked = self._step(batch, engine_spec, step)
         with autocast(spec.precision, self.device):
-            chunked.access.verify(chunked)
+            chunked.verify()
             executor = chunked.accumulate(step.batches, return_final_kv=step.ended is not None)
         self.windows = chunked.windows
         if step.ended is not None:
@@ -304,7 +304,7 @@ class PipelineWorker:
             engine_spec,
             self.spec.model.d_model,
             distribution=PipelineRank(self, microbatch),
-            access=access_of(self.part),
+            sweep=weights_of(self.part).sweep(),
         )
 
     def _refuse_different_parts(self) -> None:
@@ -478,7 +478,7 @@ class PipelineWorker:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
         with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
             method = self.spec.method
-            default = default_chunk_size(self.part, ids, method.recompute, method.checkpoints)
+            default = default_chunk_size(self.part, ids, method.storage.recompute, method.storage.checkpoints)
         return self.spec.layout.chunk_size(self.spec.method, seqlen, default)
 
     def picked_windows(self) -> list[int] | None:

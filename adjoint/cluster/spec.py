@@ -9,8 +9,8 @@ import torch
 
 from adjoint.cluster.devices import Device
 from adjoint.engine.schedule import Owners
+from adjoint.engine.worker_rules import owners_of
 from adjoint.methods import Method
-from adjoint.plan.schedule import owners_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 

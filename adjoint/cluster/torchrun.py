@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adjoint.cluster.heartbeat import Heartbeat
+from adjoint.cluster.process_group import DistributedTransport, decline, meet
 from adjoint.cluster.shared_files import REMEDY, SharedFiles, shared_files
-from adjoint.cluster.transport import DistributedTransport, decline, meet
 from adjoint.data.batches import Data
 from adjoint.errors import UserError
 from adjoint.layers.init import drawn_from
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-class Place(NamedTuple):
+class ProcessRank(NamedTuple):
     """The numbers of one process of a run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Place(NamedTuple):
     local: int
 
 
-def place(shards: int | str) -> Place | None:
+def process_rank(shards: int | str) -> ProcessRank | None:
     """Read this process's rank from torchrun's or srun's environment; None if it was started alone.
 
     Args:
@@ -77,10 +77,10 @@ def place(shards: int | str) -> Place | None:
             "cluster.shards: Ray starts shards by itself; run python train.py without torchrun, or set "
             "cluster.shards to 0"
         )
-    return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
+    return ProcessRank(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)))
 
 
-def train(config: Config, process: Place) -> Outcome:
+def train(config: Config, process: ProcessRank) -> Outcome:
     """Train as configured, this process being one of several.
 
     Raises:
@@ -138,7 +138,7 @@ def launcher() -> str:
     return f"torchrun {arguments}"
 
 
-def gpu_of(process: Place) -> int:
+def gpu_of(process: ProcessRank) -> int:
     """Return the index of this process's GPU: 0 where srun shows each process only its own.
 
     Raises:
@@ -154,7 +154,7 @@ def gpu_of(process: Place) -> int:
     return process.local if count > 1 else 0
 
 
-def layout_of(config: Config, process: Place) -> Layout:
+def layout_of(config: Config, process: ProcessRank) -> Layout:
     """Return the distribution of a run over the processes that there are.
 
     Raises:
@@ -177,13 +177,13 @@ def _distinct(layout: Layout, group: Callable[[int], list[int]]) -> list[list[in
     return [ranks for rank in range(layout.world) if (ranks := group(rank))[0] == rank]
 
 
-def _check(config: Config, process: Place) -> None:
+def _check(config: Config, process: ProcessRank) -> None:
     """Raise a UserError if the run cannot be spread over these processes."""
     layout, settings = layout_of(config, process), config.training
     layout.check_rows(config.data.batch)
     layout.check_sequence(config.method)
     layout.check_tensor(config.method, settings.optimizer)
-    if layout.sequence > 1 and config.method.memory is not None:
+    if layout.sequence > 1 and config.method.storage.memory is not None:
         raise UserError("method.memory: works only if each process has whole sequences; leave it out")
     if settings.carry_state != "none":
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
@@ -209,7 +209,7 @@ def _check(config: Config, process: Place) -> None:
         )
 
 
-def _open_run(config: Config, process: Place, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
+def _open_run(config: Config, process: ProcessRank, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
     """Return the run's folder (on processes other than 0 a temporary one) and the checkpoint to resume."""
     result: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
     folder = None
@@ -261,7 +261,7 @@ def _check_data(
             )
 
 
-def group_among(process: Place, groups: list[list[int]], timeout: float) -> dist.ProcessGroup | None:
+def group_among(process: ProcessRank, groups: list[list[int]], timeout: float) -> dist.ProcessGroup | None:
     """Return the process group that this process is in, None if it is alone.
 
     A collective call: creating a group needs every process, also those outside of it.
@@ -288,7 +288,7 @@ class Replica(Trainer):
         config: Config,
         folder: RunFolder,
         checkpoint: Path | None,
-        process: Place,
+        process: ProcessRank,
         transport: DistributedTransport,
         heartbeat: Heartbeat,
     ) -> None:

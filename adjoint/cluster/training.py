@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from adjoint.checkpoint import (
+from adjoint.cluster import placement, torchrun
+from adjoint.cluster.group import Group
+from adjoint.cluster.recovery import ShardFailure
+from adjoint.cluster.shard import Microbatch, total_norm
+from adjoint.cluster.shared_files import shared_files
+from adjoint.engine.distribution import draw_adjoint_scale
+from adjoint.engine.generators import set_torch_states, torch_states
+from adjoint.engine.worker_rules import CutModel
+from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import (
     FileEntry,
     NoWholeCheckpoint,
     TrainerState,
@@ -29,21 +38,12 @@ from adjoint.checkpoint import (
     read_trainer,
     verify_trained_state,
 )
-from adjoint.cluster import placement, torchrun
-from adjoint.cluster.group import Group
-from adjoint.cluster.recovery import ShardFailure
-from adjoint.cluster.shard import Microbatch, total_norm
-from adjoint.cluster.shared_files import shared_files
-from adjoint.engine.distribution import draw_adjoint_scale
-from adjoint.engine.generators import set_torch_states, torch_states
-from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
-from adjoint.train.layout import CutModel
+from adjoint.train.language_model import StackLM, model_class
 from adjoint.train.metrics import MetricsRow
-from adjoint.train.model import StackLM, model_class
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
 from adjoint.train.trainer import LossAndWindows, Outcome, Start, Trainer
@@ -71,7 +71,7 @@ def train(config: Config) -> Outcome:
         UserError: something the user can mend; also more failures than ``cluster.max_failures``.
     """
     model_class(config.model.from_pretrained).check(config)
-    if (process := torchrun.place(config.cluster.shards)) is not None:
+    if (process := torchrun.process_rank(config.cluster.shards)) is not None:
         return torchrun.train(config, process)
     layout, method, data = config.cluster.layout, config.method, config.data
     if config.cluster.shards == 0:
@@ -131,7 +131,7 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
         return ModelSummary(
             config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()]
         )
-    from adjoint.cluster.pretrained import described_by_files
+    from adjoint.cluster.pretrained_shard import described_by_files
     from adjoint.train.pretrained import described
 
     weights: Path | None = Path(directory)

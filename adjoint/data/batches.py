@@ -6,9 +6,9 @@
     for ids in data.eval: ...           # fixed windows of the held-out split, the same at every evaluation
 
 Documents are packed end to end, each followed by a separator, into one long stream per split
-(`adjoint.data.sources` reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.cache` stores the
-result). Training cuts its stream into windows of `seqlen` consecutive tokens, in an order that depends only
-on the seed and the epoch.
+(`adjoint.data.sources` reads the files, `adjoint.data.tokenizer` tokenises, `adjoint.data.token_cache` stores
+the result). Training cuts its stream into windows of `seqlen` consecutive tokens, in an order that depends
+only on the seed and the epoch.
 """
 
 from __future__ import annotations
@@ -16,119 +16,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from adjoint.batch import IGNORE_INDEX, labelled, shift_labels
-from adjoint.data.cache import TokenCache, characters_of, entropy, frequencies, open_tokens
+from adjoint.data.config import DataConfig
 from adjoint.data.sources import Sources, check_apart, find_sources
+from adjoint.data.token_cache import TokenCache, characters_of, entropy, frequencies, open_tokens
 from adjoint.data.tokenizer import CHARS, Tokenizer, load_tokenizer, needs_text
-from adjoint.documents import document_ends, from_separator
 from adjoint.errors import UserError
-from adjoint.settings import (
-    Must,
-    NotNegative,
-    Positive,
-    PositiveNumber,
-    SeqLen,
-    Text,
-    check_fields,
-    documented,
-    option,
-)
+from adjoint.layers.packed_documents import document_ends, from_separator
 
 # Keys by which a user names other text.
 TEXT_KEYS = ("path", "weights", "validation_path", "text_field", "max_tokens", "eval_fraction", "upper_case")
 Cursor = Mapping[str, Any]  # `state_dict()` of batches, plain values as from JSON
+RESIZE = (
+    "name another data.tokenizer, or a folder whose model has {size} (resize_token_embeddings and "
+    "save_pretrained of transformers)"
+)
 _COUNTED = 1 << 22  # training tokens that are looked at before a run for windows without a prediction
-
-
-def _are_paths(path: str | list[str] | None) -> bool:
-    return path is None or all([path] if isinstance(path, str) else path or [""])
-
-
-Paths = Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)]
-
-
-@documented
-@dataclass(frozen=True)
-class DataConfig:
-    """The training text, and how it is cut into sequences."""
-
-    path: Paths = option(
-        None,
-        "a file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
-        ".parquet .json and FASTA (.fa .fasta .fna), each also as .gz or .zst (.json is read only if it is "
-        "named, as an array of records). Each record of FASTA is a document, whose N's are read and not "
-        "predicted. Records with `messages` are chats: the tokenizer's chat template is applied, and only "
-        "the assistant's tokens are trained on; `weight: 0`, `loss: 0` or `train: false` leaves an answer "
-        "out. hf:NAME or hf:NAME:split "
-        "is a dataset of the datasets library, from the hub or a folder. null is the source code of the "
-        "Python standard library.",
-    )
-    weights: list[PositiveNumber] | None = option(
-        None,
-        "for a mixture: relative frequency with which a batch row comes from each entry of `path`, a list. "
-        "Each entry is its own stream, repeated as needed. null is one stream of all entries.",
-    )
-    validation_path: Paths = option(
-        None, "held-out text, given like `path`. null is a share of the text of `path` (`eval_fraction`)."
-    )
-    seqlen: SeqLen = option(16384, "tokens per sequence.")
-    batch: Positive = option(1, "sequences per step.")
-    tokenizer: Text | None = option(
-        None,
-        '"byte" (256 tokens, the UTF-8 bytes), "chars" (a token for each character of the text), or the '
-        "path of a tokenizer.json or of a Hugging Face tokenizer folder. null is the one in the folder of "
-        "model.from_pretrained, else bytes.",
-    )
-    text_field: Text | None = option(
-        None,
-        "the field (.jsonl) or column (.parquet) with a document's text or messages. null is `messages`, or "
-        "else `text`.",
-    )
-    upper_case: bool = option(
-        False, "read plain text in upper case, as for genomes whose repeats are written in lower case."
-    )
-    documents: Literal["stream", "packed"] = option(
-        "stream",
-        '"stream": all documents form one continuous text. "packed": nothing crosses document '
-        "boundaries, and a document's first token is not predicted.",
-    )
-    separator: str | None = option(
-        None,
-        'what ends each document in the stream: a token of the tokenizer (any text for "byte"), or "" '
-        "for nothing. null is byte 0, or the tokenizer's end-of-text token.",
-    )
-    max_tokens: Positive | None = option(
-        None,
-        "maximum number of tokens to read, for each entry of `path` if `weights` is given, and for "
-        "`validation_path`; hf: datasets are then streamed instead of downloaded whole. null is all.",
-    )
-    eval_fraction: Annotated[float, Must("a number from 0 to 0.5", lambda x: 0 <= x <= 0.5)] = option(
-        0.05,
-        "share of the text held out for evaluation, at most 0.5: whole files if they come near the "
-        "share, else the end of the stream. With 0, evaluation needs a `validation_path`; with a "
-        "`validation_path`, nothing is held out.",
-    )
-    eval_tokens: NotNegative = option(
-        65536, "maximum number of held-out tokens per evaluation; 0 for no evaluation."
-    )
-    cache_dir: str | None = option(
-        None,
-        "where tokenized text is stored. null is $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else "
-        "~/.cache/adjoint.",
-    )
-
-    def __post_init__(self) -> None:
-        check_fields("data", self)
-        entries = len(self.path) if isinstance(self.path, list) else 1
-        if self.weights is not None and len(self.weights) != entries:
-            raise UserError(f"data.weights: {len(self.weights)} weights for {entries} entries of data.path")
-        if self.documents == "packed" and self.separator == "":
-            raise UserError('data.documents: packed documents need a data.separator that closes each, not ""')
 
 
 class Batches:
@@ -437,6 +345,7 @@ def open_data(
     consecutive: bool = False,
     trust_remote_code: bool = False,
     table_of: str | None = None,
+    remedy: str = RESIZE,
 ) -> Data:
     """Find, tokenise (once: the result is cached and memory-mapped) and cut the text of `config`.
 
@@ -447,6 +356,7 @@ def open_data(
         consecutive: Whether each row of a training batch continues where the previous batch ended.
         trust_remote_code: Whether Python files of the tokenizer's folder may run.
         table_of: The model whose vocabulary it is, for an error, where no setting changes its size.
+        remedy: What to do then, if the vocabulary lacks a token; {size} stands for the tokenizer's.
 
     Raises:
         UserError: Paths, files, tokenizer or sizes do not fit; the message says which and what to do.
@@ -476,7 +386,7 @@ def open_data(
 
     caches = [tokens_of(sources, config.eval_fraction if splits_training_text else 0.0) for sources in parts]
     held_out = [tokens_of(sources, 0.0) for sources in others]
-    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config, table_of)
+    _check_tokens([*caches, *held_out], tokenizer, vocab_size, config, table_of, remedy)
     _check_contents(caches, held_out)
     rows = config.batch if weights is None else 1
     streams = [Batches(c.train, config.seqlen, rows, seed, c.fingerprint, consecutive) for c in caches]
@@ -519,6 +429,7 @@ def _check_tokens(
     vocab_size: int | None,
     config: DataConfig,
     table_of: str | None,
+    remedy: str,
 ) -> None:
     """Raise UserError if the vocabulary lacks a token, or a packed document contains the separator."""
     if config.documents == "packed" and not all(cache.apart for cache in caches):
@@ -529,8 +440,7 @@ def _check_tokens(
         if table_of is not None:
             raise UserError(
                 f"token id {highest} in the text ({tokenizer.name}) is out of range for the {vocab_size} "
-                f"embeddings of {table_of}: name another data.tokenizer, or a folder whose model has "
-                f"{tokenizer.vocab_size} (resize_token_embeddings and save_pretrained of transformers)"
+                f"embeddings of {table_of}: {remedy.format(size=tokenizer.vocab_size)}"
             )
         raise UserError(
             f"token id {highest} in the text is out of range for model.vocab_size {vocab_size}: set it to "

@@ -329,8 +329,8 @@ def _document(place: str, record: Any, field: str | None) -> Iterator[str | Chat
 def _check_strings(value: object, place: str) -> None:
     """Raise UserError if a string in a record's value is no text; also one in a tool call's arguments."""
     if isinstance(value, str):
-        if not value.isascii() and _HALF_PAIR.search(value):
-            raise UserError(f"{place} has half of a surrogate pair (\\ud800…), which is no text")
+        if not value.isascii() and (half := _HALF_PAIR.search(value)):
+            raise UserError(f"{place} has half of a surrogate pair (\\u{ord(half[0]):04x}), which is no text")
     elif isinstance(value, list):
         for number, each in enumerate(value, 1):
             _check_strings(each, f"{place}, {'message' if _is_message(each) else 'element'} {number}")

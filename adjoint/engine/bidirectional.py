@@ -23,7 +23,7 @@ from adjoint.engine.storage import stores_on_host
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import Block, State
-from adjoint.layers.bidirectional import BidirectionalMixer, initial_state_of
+from adjoint.layers.bidirectional_mixer import BidirectionalMixer, initial_state_of
 
 
 def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: EngineSpec) -> Tensor:

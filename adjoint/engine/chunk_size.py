@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjoint.layers import MIXERS, Mixer, StackConfig
-from adjoint.layers.bidirectional import directions_of
+from adjoint.layers.bidirectional_mixer import directions_of
 
 UNKNOWN_MEMORY = 40e9  # bytes taken for a GPU whose memory is not known
 

@@ -46,7 +46,7 @@ class Distribution:
 
     def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
         """Return, per stage of a model, the number of its run: a run is one stage here (`layer_run`)."""
-        return range(len(stages)) if spec.tasks_are_layers else [0] * len(stages)
+        return range(len(stages)) if layers_are_stages(spec, False, False) else [0] * len(stages)
 
     def grid(
         self,
@@ -138,6 +138,15 @@ class Distribution:
             zeros: makes zeros for term i, for a worker that has none where another has.
         """
         return terms
+
+
+def layers_are_stages(spec: EngineSpec, shares_sequence: bool, exchanges_within_tiles: bool) -> bool:
+    """Whether each layer is a stage; else a worker's run of layers is one (`layer_run`).
+
+    Layers are where a method's tasks are layers, and where workers that share sequences exchange between
+    tiles: states then cross there, so no worker waits for another inside of a tile, and messages can go by
+    NCCL, which has no tags."""
+    return spec.tasks_are_layers or (shares_sequence and not exchanges_within_tiles)
 
 
 def draw_adjoint_scale(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:

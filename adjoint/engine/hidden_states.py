@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
 from adjoint.engine.stage import Stage
-from adjoint.engine.step import ChunkedStep
+from adjoint.engine.step import ChunkedStep, grouped
+from adjoint.engine.storage import Slab
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
@@ -77,12 +79,23 @@ def _hidden_norm(hidden: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hidden.detach(), dtype=accumulate_dtype(hidden.dtype))
 
 
+class HiddenResult(NamedTuple):
+    """Hidden states of a call, differentiable.
+
+    Attributes:
+        hidden: (rows, seqlen, width), of all tokens.
+        states, slabs: as in `step.Result`.
+    """
+
+    hidden: Tensor
+    states: list[State]
+    slabs: Mapping[int, Sequence[Slab]] = {}
+
+
 def hidden_by_chunks(
     step: ChunkedStep, collect: CollectHiddenStates, return_final_kv: bool = False
-) -> tuple[Tensor, list[Tensor]]:
+) -> HiddenResult:
     """Run a step's forward; return all hidden states and the final states, differentiable.
-
-    Hidden states are (rows, seqlen, width).
 
     Args:
         step: whose last stage is `collect`.
@@ -101,4 +114,4 @@ def hidden_by_chunks(
         return step.backward(None, d_final)
 
     hidden, *state = step.differentiable([collect.hidden.detach(), *final], backward)
-    return hidden, state
+    return HiddenResult(hidden, grouped(step.model_states, state), step.slabs)

@@ -30,8 +30,9 @@ from adjoint.engine.arriving_gradients import ArrivingGradient
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.leaves import TAKE_ARRIVING
-from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.storage import allocate, to_host
+from adjoint.engine.sweep import ContextFactory, Sweep
+from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
 from adjoint.layers import Block
 
@@ -416,22 +417,22 @@ def _refuse_others(model: nn.Module) -> None:
             )
 
 
-class HostWeightsAccess(ParameterAccess):
+class HostWeights(Weights):
     """Weights in host memory (`offload_weights`), copied to the device while their layer runs."""
 
     name: ClassVar[str] = "weights in host memory"
-    is_on_device: ClassVar[bool] = False
     copies_from_host: ClassVar[bool] = True
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
         return is_offloaded(model)
 
-    def recompute(self, recompute: str) -> str:
-        return recompute_of(self.model, recompute)
+    def sweep(self, backward_context: ContextFactory = contextlib.nullcontext) -> Sweep:
+        return HostWeightsSweep(backward_context)
 
-    def fetched(self, *modules: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return fetched(*modules)
+
+class HostWeightsSweep(Sweep):
+    """A step over `HostWeights`."""
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         if spec.backward.window is not None:

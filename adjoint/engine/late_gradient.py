@@ -21,7 +21,7 @@ from adjoint.kernels.checks import differentiable_once
 LateBackward = Callable[[Tensor], Gradients]
 
 
-class _Context(FunctionCtx):
+class _LateContext(FunctionCtx):
     """The context of a `_Late` node."""
 
     compute: LateBackward
@@ -33,14 +33,14 @@ class _Late(torch.autograd.Function):
     """The node between a tensor, computed before, and its inputs."""
 
     @staticmethod
-    def forward(ctx: _Context, values: list[Tensor], compute: LateBackward, *inputs: Tensor) -> Tensor:
+    def forward(ctx: _LateContext, values: list[Tensor], compute: LateBackward, *inputs: Tensor) -> Tensor:
         ctx.compute, ctx.inputs = compute, inputs
         ctx.save_for_backward(*inputs)  # so that autograd refuses a backward after a change in place
         return values.pop()
 
     @staticmethod
     @differentiable_once("a tensor that was computed without a graph")
-    def backward(ctx: _Context, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LateContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # the check happens on access
         return None, None, *input_gradients(ctx.inputs, ctx.compute(cotangent))
 

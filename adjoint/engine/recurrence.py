@@ -23,10 +23,10 @@ from adjoint.engine.generators import ChunkGenerators, generators_in
 from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.leaves import leaves_of, suspend_hooks
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
-from adjoint.engine.parameter_access import ParameterAccess
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep, uncompiled
 from adjoint.engine.storage import Slab, stores_on_host
+from adjoint.engine.sweep import Sweep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.verification import (
     TOKENS,
@@ -351,13 +351,13 @@ class _SequenceCall:
         inputs = [leaf(t[:, :count]) for t in self.inputs]
         return dataclasses.replace(self, inputs=inputs, state=[leaf(s) for s in self.state])
 
-    def _access(self) -> ParameterAccess:
-        """Return the access to the owner's weights; its backward runs with those that the forward had.
+    def _sweep(self) -> Sweep:
+        """Return a sweep whose backward runs with the weights that the owner had in the forward.
 
         A caller may replace them for the forward alone, as `torch.func.functional_call` does."""
         if not isinstance(self.owner, nn.Module):
-            return ParameterAccess()
-        return ParameterAccess(self.owner, None, ModuleTensors(self.owner).restored)
+            return Sweep()
+        return Sweep(ModuleTensors(self.owner).restored)
 
     def by_chunks(
         self, chunk_size: int, storage: Storage, on_host: HostInputs | None = None
@@ -372,7 +372,7 @@ class _SequenceCall:
         state = tuple(map(_encoded, self.state))
         batch = Batch(tokens, tokens, states=[state])
         spec = EngineSpec(chunk_size, storage=storage)
-        step = ChunkedStep([stage], batch, spec, width=0, access=self._access())
+        step = ChunkedStep([stage], batch, spec, width=0, sweep=self._sweep())
         total, final = step.forward()
         outputs = [total] if self.loss is not None else stage.take_outputs()
         count, has_loss = len(outputs), self.loss is not None

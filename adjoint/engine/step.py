@@ -19,11 +19,11 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Grid, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
-from adjoint.engine.parameter_access import ParameterAccess
-from adjoint.engine.schedule import Action, Schedule, forward_and_backward, keep_for
+from adjoint.engine.schedule import Action, Run, Schedule, forward_and_backward, keep_for
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Slab
+from adjoint.engine.sweep import Sweep
 from adjoint.engine.tile import Gradients, Tape
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
@@ -53,7 +53,7 @@ class Result(NamedTuple):
     """Results of a `ChunkedStep`, differentiable.
 
     Attributes:
-        loss: the mean loss. states: the final states, one tuple per stage.
+        loss: the mean loss. states: the final states, one tuple per stage of the model.
         windows: each layer's window if the method picked them.
         sums: the totals of the step's `sums`.
         slabs: keys and values by stage, from which other steps can go on (`Prefix`).
@@ -141,14 +141,16 @@ class ChunkedStep:
         width: last dimension of the tensors between stages.
         sums: the sums, besides the loss, that stages add to.
         distribution: the workers that run the batch together; by default this process alone.
-        access: how stages get their weights; by default they are plain tensors.
+        sweep: how the step reaches its weights; by default they are plain tensors.
 
     Attributes:
         parameters: the parameters of this process's stages, each once.
         grad_inputs: the tensors whose gradients a backward returns: `parameters` and, after the forward, the
-            unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`), as the access gives them
+            unlisted ones that its last chunk has reached (`leaves.UnlistedLeaves`), as the sweep gives them
             to autograd.
         initial: the tensors of the batch's states, and its embeddings if it has them in place of ids.
+        model_states: the batch's states, one tuple per stage of the model; those of `batch` are one per stage
+            that the engine runs.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
@@ -170,11 +172,12 @@ class ChunkedStep:
         width: int,
         sums: Sequence[Sum] = (),
         distribution: Distribution | None = None,
-        access: ParameterAccess | None = None,
+        sweep: Sweep | None = None,
     ) -> None:
-        self.distribution, self.access = distribution or Distribution(), access or ParameterAccess()
+        self.distribution, self.sweep = distribution or Distribution(), sweep or Sweep()
+        self.model_states = batch.states
         runs = self.distribution.runs(spec, stages)
-        self.stages, states = self.access.arrange(stages, batch.states, runs)
+        self.stages, states = self.sweep.arrange(stages, batch.states, runs)
         self.batch = batch = dataclasses.replace(batch, states=states)
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
@@ -185,11 +188,19 @@ class ChunkedStep:
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
 
+    def verify(self) -> None:
+        """Compare what chunks compute with the whole, where layers are not ours; on first use.
+
+        Raises:
+            Refused: they differ.
+        """
+        self.sweep.verify(self.stages, self.batch, self.spec, self.width, self.distribution)
+
     # --------------------------------------------------------------------------------------------- executor
 
     def _begin(self) -> None:
         """Make the executor, and count the tapes and the states that fit in memory."""
-        self.spec = spec = self.access.begin(self.batch, self.spec, self.distribution)
+        self.spec = spec = self.sweep.begin(self.batch, self.spec, self.distribution)
         self.distribution.begin(self.stages, spec, self.batch.ids.device)
         self._make_executor()
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
@@ -222,7 +233,7 @@ class ChunkedStep:
                 scale = self.distribution.adjoint_scale(self.spec, grid)
                 grid = dataclasses.replace(grid, adjoint_scale=scale)
         self.grid, self.executor = grid, self._executor_of(grid)
-        self.access.check(self.executor, self.has_backward)
+        self.sweep.check(self.executor, self.has_backward)
 
     def _executor_of(self, grid: Grid) -> Executor:
         # Append-only states say whether they are trained: see `Past.anchored`.
@@ -239,9 +250,9 @@ class ChunkedStep:
             else ()
             for stage, state in zip(self.stages, self.batch.states, strict=True)
         ]
-        gradients = self.access.gradients(self.parameters, self.has_backward, self.distribution.is_alone)
+        gradients = self.sweep.gradients(self.parameters, self.has_backward, self.distribution.is_alone)
         # without tapes the backwards of other steps come first: each would hold sums until then
-        if self.has_backward and self.spec.storage.tapes and not self.access.runs_backward_in_forward:
+        if self.has_backward and self.spec.storage.tapes and not self.sweep.runs_back_in_forward:
             gradients.reserve(self.parameters)
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
         connections = self.distribution.connections(grid)
@@ -267,9 +278,9 @@ class ChunkedStep:
                     before = live.begin()
                     first_step._begin()
                     live_at_begin = live.live
-                    loss, final = first_step.run_forward()
+                    loss, final = first_step._run_forward()
                     tape = live.live - live_at_begin
-                    first_step.run_backward(torch.ones_like(loss), [None] * len(final))
+                    first_step._run_backward(torch.ones_like(loss), [None] * len(final))
                     measurements[kind] = budget.ChunkMemory(tape, live.peak - before - tape)
         return measurements[kind]
 
@@ -285,8 +296,7 @@ class ChunkedStep:
         loss, final = self.forward(return_final_kv=states)
         loss, *final = self.differentiable([loss, *final], lambda d, *d_final: self.backward(d, d_final))
         sums = final[len(final) - len(self.sums) :]
-        states_by_stage = grouped(self.batch.states, final)
-        return Result(loss, states_by_stage, self.windows, sums, self.slabs)
+        return Result(loss, grouped(self.model_states, final), self.windows, sums, self.slabs)
 
     @property
     def slabs(self) -> Mapping[int, Sequence[Slab]]:
@@ -311,10 +321,6 @@ class ChunkedStep:
         inputs = *self.grad_inputs, *self.initial, *more_inputs
         return _Chunked.apply(self, back, results, copied, *inputs)
 
-    def drop_executor(self) -> None:
-        """Free the executor, whose stored states grow with the sequence, where the backward is done."""
-        del self.executor
-
     def drop_tapes(self) -> None:
         """Free the tapes that the forward has kept; the backward recomputes them."""
         executor = getattr(self, "executor", None)  # None if the backward is done already
@@ -331,7 +337,21 @@ class ChunkedStep:
         """
         self._begin()
         self.executor.begin_forward(return_final_kv)
-        return self.access.forward(self)
+        if not (self.has_backward and self.sweep.runs_back_in_forward):
+            with self.sweep.running():
+                return self._run_forward()
+        trained = [p for p in self.parameters if p.requires_grad]
+        with self.sweep.collected(trained, self.distribution.has_chunk(self.grid)) as gradients:
+            loss, final = self._run_forward()
+            actions = [action for action in self.backward_actions if isinstance(action, Run)]
+            chunks = [action.tile.chunk for action in actions if not action.tile.is_forward]
+            start_of_last = self.grid.cuts[chunks[-1]] if chunks else 0
+            d_loss, d_final = self.sweep.cotangents(loss, final, self.sums, start_of_last)
+            others, d_initial = self._run_backward(d_loss, d_final)
+        by_input = {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}
+        self.sweep.keep(gradients, by_input, d_initial, trained, self.distribution)
+        del self.executor  # its stored states grow with the sequence
+        return loss, final
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
@@ -342,18 +362,23 @@ class ChunkedStep:
             d_loss: cotangent of the mean loss. d_final: of the final states and the totals of the sums.
         """
         self.distribution.check_same_scale(d_loss)
-        return self.access.backward(self, d_loss, d_final)
+        if self.sweep.runs_back_in_forward:
+            return self.sweep.scaled(d_loss, d_final, self.sums)
+        with self.sweep.running():
+            gradients, d_initial = self._run_backward(d_loss, d_final)
+        self.sweep.finish(self.parameters, gradients)
+        return gradients, d_initial
 
-    def run_forward(self) -> tuple[Tensor, list[Tensor]]:
+    def _run_forward(self) -> tuple[Tensor, list[Tensor]]:
         """Run the forward's part of the program; return what `forward` returns."""
         executor = self.executor
         schedule, forward_actions, self.backward_actions = self._cut_program()
         self._run(schedule, forward_actions)
         leaves = [*self.parameters, *executor.gradients.unlisted_leaves.close()]
-        self.grad_inputs = self.access.autograd_inputs(leaves, executor.device)
+        self.grad_inputs = self.sweep.autograd_inputs(leaves, executor.device)
         if self.has_backward:
             modules = [named for stage in self.local_stages for named in stage.modules()]
-            self.untrained_tensors = UntrainedTensors(modules, self.access.frozen_may_change)
+            self.untrained_tensors = UntrainedTensors(modules, not self.sweep.runs_back_in_forward)
         if executor.decays is not None:
             self._pick_windows()
             self.backward_actions = self._backward_program()
@@ -362,7 +387,7 @@ class ChunkedStep:
         final = [s.detach() for state in states for s in state]
         return total / self.batch.divisor, final + [s.total for s in self.sums]
 
-    def run_backward(
+    def _run_backward(
         self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
     ) -> tuple[Gradients, list[Tensor | None]]:
         """Run the backward's part of the program; return what `backward` returns."""
@@ -375,7 +400,7 @@ class ChunkedStep:
         executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
         stored_values = {key: value for key, value in executor.store.items() if key[0] != "tape"}
         try:
-            with self.access.backward_context(), self.untrained_tensors.restored():
+            with self.sweep.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
             d_initial = [d for state in executor.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()
@@ -485,7 +510,7 @@ class ChunkedStep:
             )
             if stateful
         ]
-        self.windows = self.distribution.windows(self.access.windows(widths))
+        self.windows = self.distribution.windows(self.sweep.windows(widths))
         self.grid = self.distribution.grid(self.spec, seqlen, self.stages, self.windows)
 
 

@@ -5,7 +5,7 @@ what is tried; the one who makes it runs the whole and hands its `Results` to `v
 
     custom layers of a `Stack`, in one process and in shards   engine/custom_layers.py
     stacks under fully_shard                                   parallel/fsdp.py
-    wrapped models, by chunks and by mini-sequences            hf/verification.py
+    wrapped models, by chunks and by mini-sequences            hf/verify/first_use.py
     spans of a wrapped model's layers, for shards              hf/split.py
 
 The rest is decided here: on how many tokens, within which tolerance, and how a refusal is worded."""

@@ -18,7 +18,7 @@ import torch
 from adjoint.formats import mamba_ssm
 from adjoint.formats.names import EMBEDDING, HEAD, Values, Weights, sizes, with_tied_table
 from adjoint.layers import StackConfig
-from adjoint.layers.bidirectional import TIED
+from adjoint.layers.bidirectional_mixer import TIED
 
 # Caduceus' names of modules, and a stack's, in the order in which they are replaced.
 _NAMES = {

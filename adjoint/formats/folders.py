@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
 from adjoint.formats import FORMATS, file_format_of, format_of
+from adjoint.formats.checkpoint_files import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
@@ -97,8 +97,10 @@ def refuse_adapter(folder: Path, called: str) -> None:
         base = None
     base = base or "its base model"
     raise UserError(
-        f"{called}: {folder} holds an adapter of PEFT, for {base}; merge it (PeftModel.from_pretrained, then "
-        f"merge_and_unload and save_pretrained) and name that folder, or name {base}"
+        f"{called}: {folder} holds an adapter of PEFT, for {base}, and no model; of a run of adjoint train, "
+        "name the folder that adjoint export writes, with the adapter merged; merge another one first "
+        "(merge_and_unload and save_pretrained; PEFT merges an adapter of a head that is tied to the "
+        f"embeddings into both: untie these before), or name {base}"
     )
 
 

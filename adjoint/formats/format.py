@@ -89,6 +89,9 @@ class FileFormat(Protocol):
     def load(self, file: Path, dtype: torch.dtype | None, /) -> PreTrainedModel:
         """Return the model on the CPU, with parameters in `dtype`; raise errors as `sizes_of_file`."""
 
+    def stored_dtypes(self, file: Path, /) -> dict[str, tuple[torch.dtype, int]]:
+        """Return dtype and size of each of the model's tensors in a file; raise errors as `sizes_of_file`."""
+
     def save(self, model: PreTrainedModel, file: Path, dtype: torch.dtype | None, /) -> None:
         """Write a model to a file in one piece, in `dtype` or else in the model's.
 

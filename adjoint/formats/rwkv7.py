@@ -194,6 +194,20 @@ def sizes_of_file(file: str | Path) -> Values:
         raise UserError(f"{file}: {error}") from None
 
 
+def stored_dtypes(file: str | Path) -> dict[str, tuple[torch.dtype, int]]:
+    """Return dtype and size of the tensors in a file, by the names in fla's model.
+
+    Raises:
+        UserError: as of `load`.
+    """
+    tensors = _read(Path(file), "meta")
+    try:
+        weights = read_weights(tensors)[1]
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from None
+    return {name: (t.dtype, t.numel()) for name, t in weights.items()}
+
+
 def _fla_config(values: Values) -> PreTrainedConfig:
     """Return fla's RWKV7Config with these sizes.
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past, Prefix
-from adjoint.hf.kernels.fla import is_of_fla
+from adjoint.fla.functions import is_of_fla
 from adjoint.hf.transformers_api import (
     BEGINS_WITH_STATES,
     CACHE_LAYERS,

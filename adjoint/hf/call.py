@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX, Batch, are_values_unknown, divisor_of, shift_labels
+from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache
 from adjoint.hf.documents import (
@@ -36,7 +37,7 @@ from adjoint.hf.language_inputs import (
     capture,
     language_model_of,
 )
-from adjoint.hf.model_parts import access_to, backbone_of, forward_parameters, original_class
+from adjoint.hf.model_parts import backbone_of, forward_parameters, original_class
 from adjoint.hf.router_loss import TOKEN_MASK
 from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
 
@@ -142,6 +143,7 @@ class Call:
         carried: the state with which the call begins, or None.
         for_chunks: names of arguments that the model's own forward does not get: those that the causal LM
             around a backbone has not passed on.
+        weights: (batch, seqlen), how often each target counts (`Batch.weights`), or None.
     """
 
     model: PreTrainedModel
@@ -149,6 +151,7 @@ class Call:
     language_inputs: LanguageInputs | None = None
     carried: CarriedState | None = None
     for_chunks: frozenset[str] = frozenset()
+    weights: Tensor | None = None
 
     @property
     def past_tokens(self) -> int:
@@ -459,7 +462,7 @@ class Call:
                 tokens.dim() == 2 and not tokens.is_floating_point(),
             )
         else:
-            width = access_to(self.model).shape(self.model.get_input_embeddings().weight)[1]
+            width = whole_shape(self.model.get_input_embeddings().weight)[1]
             expected = f"(batch, seqlen, {width}) floating point numbers"
             fits = tokens.dim() == 3 and tokens.is_floating_point() and tokens.shape[2] == width
         if not fits or 0 in tokens.shape:
@@ -609,7 +612,8 @@ class Call:
             tensors[TOKEN_MASK] = self.mask
         divisor = self.divisor if self.has_labels else 1
         tensors, starts = self.joined(tensors)
-        return Batch(tensors.pop("ids"), tensors.pop("targets"), divisor, inputs=tensors), starts
+        ids, targets = tensors.pop("ids"), tensors.pop("targets")
+        return Batch(ids, targets, divisor, inputs=tensors, weights=self.weights), starts
 
     @functools.cached_property
     def unknown_inputs(self) -> list[str]:

@@ -20,6 +20,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.verification import alike
+from adjoint.fla.functions import is_of_fla
 from adjoint.hf import check
 from adjoint.hf.cache import (
     CACHE_MIXINS,
@@ -29,12 +30,11 @@ from adjoint.hf.cache import (
     zeros,
 )
 from adjoint.hf.call import Call
-from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import Backbone, CallContext, make_step
 from adjoint.hf.transformers_api import CACHE_LAYERS, REQUIRED_CACHE_CLASS, STATE_CACHE_CLASS, Cache
-from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
-from adjoint.hf.verification import verification_of
+from adjoint.hf.verify.first_use import verification_of
+from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.layers import State
 
 INDEXER_KEYS = ("indexer", "block_index")  # names of slots that only picking keys reads

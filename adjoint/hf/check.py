@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from adjoint.engine import verification
-from adjoint.engine.parameter_access import REPLICA, is_replica
+from adjoint.engine.weights import REPLICA, is_replica
+from adjoint.fla import functions as fla
 from adjoint.hf.cache import why_no_recurrence
-from adjoint.hf.kernels import fla
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.hf.tensor_parallel import modules_that_split_tokens
 

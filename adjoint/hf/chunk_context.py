@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from adjoint.engine.generators import ChunkGenerators, generators_in
+from adjoint.fla import functions as fla
 from adjoint.hf.cache import last_read
-from adjoint.hf.kernels import fla
 from adjoint.hf.kernels.replacements import REGISTRIES, ReplacementPlan, rebound_functions
 from adjoint.hf.model_parts import (
     Forward,

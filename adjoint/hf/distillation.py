@@ -17,7 +17,7 @@ from adjoint.hf.logprobs import causal_lm_of, on_hidden_states, refuse_unreachab
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.loss import tokens_per_slice
-from adjoint.parallel.access import access_kind
+from adjoint.parallel.access import weights_type
 
 _CALLER = "distillation_loss"
 
@@ -101,7 +101,7 @@ def _refuse_unsupported(student: PreTrainedModel, teacher: PreTrainedModel) -> N
         raise UserError(f"{_CALLER}: the teacher is in training mode: call teacher.eval()")
     for lm in (student, teacher):
         refuse_unreachable_head(lm, _CALLER)
-        if (kind := access_kind(lm)).runs_backward_in_forward:
+        if (kind := weights_type(lm)).is_gathered:
             raise UserError(
                 f"{_CALLER}: under {kind.name} hidden states are not at hand: use DistributedDataParallel"
             )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import are_values_unknown
-from adjoint.documents import from_cu_seqlens
 from adjoint.errors import UserError
+from adjoint.layers.packed_documents import from_cu_seqlens
 
 Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
-from adjoint.engine.parameter_access import ContextFactory
+from adjoint.engine.sweep import ContextFactory
 from adjoint.hf.model_parts import MODEL_ERRORS, backbone_of, is_of_library, original_class
 from adjoint.hf.transformers_api import ModelOutput, MoeModelOutputWithPast, with_cache_names
 from adjoint.kernels.checks import accumulate_dtype, is_untouched
@@ -234,7 +234,7 @@ def summed_loss(
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
-    The head's weights must be on the device (`ParameterAccess.fetched`).
+    The head's weights must be on the device (`host_weights.fetched`).
 
     Args:
         hidden: (batch, tokens, hidden_size).

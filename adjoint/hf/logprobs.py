@@ -17,18 +17,18 @@ from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import Output, entropies, logprobs
+from adjoint.hf.hf_model import hidden_states, weighted_logprobs
 from adjoint.hf.model_parts import (
     MISSING,
-    access_to,
     backbone_of,
     base_of,
+    current_weights,
     original_class,
     override_attribute,
 )
-from adjoint.hf.wrap import hidden_states, weighted_logprobs
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.checks import differentiable_once
-from adjoint.parallel.access import access_kind
+from adjoint.parallel.access import weights_type
 
 _REMEDY = "call it under torch.no_grad(), or give the causal LM labels, whose loss works"
 
@@ -100,7 +100,7 @@ def _takes_two_passes(model: nn.Module, lm: PreTrainedModel) -> bool:
     """Whether the model runs by chunks whose backwards do not wait for the loss's."""
     wrap_state = wrap_state_or_original(lm)
     runs_chunks = wrap_state.method.has_chunks and not wrap_state.uses_original_forward
-    return runs_chunks and access_kind(model).runs_backward_in_forward
+    return runs_chunks and weights_type(model).is_gathered
 
 
 def _without_gradients(
@@ -115,7 +115,7 @@ def _without_gradients(
             return on_hidden_states(model, inputs, function, caller)
         with wrap_state_or_original(lm).lock:
             hidden = hidden_states(lm, inputs)
-            return access_to(lm).run(lambda: function(hidden))
+            return current_weights(lm).run(lambda: function(hidden))
 
 
 def on_hidden_states(
@@ -266,7 +266,7 @@ def refuse_unreachable_head(lm: PreTrainedModel, caller: str) -> None:
     """
     if not torch.is_grad_enabled():
         return
-    if access_kind(lm).copies_from_host:
+    if weights_type(lm).copies_from_host:
         raise UserError(
             f"{caller}: offload_weights fetches the head's weight for its forward, and the backward "
             f"would not find it: {_REMEDY}"

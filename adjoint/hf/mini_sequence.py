@@ -22,12 +22,12 @@ from adjoint.hf.call import Call, CallKind
 from adjoint.hf.chunk_context import WithoutCheckpointing
 from adjoint.hf.head import LogitTerms, custom_loss_function, run_checkpointed, summed_loss
 from adjoint.hf.logit_penalty import LogitPenalty
-from adjoint.hf.loss_trial import refuse_unsummable_loss
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
-from adjoint.hf.trial_copy import example_tokens, in_eval_mode
-from adjoint.hf.trial_gradients import example_inputs
+from adjoint.hf.verify.loss_trial import refuse_unsummable_loss
+from adjoint.hf.verify.trial_copy import example_tokens, in_eval_mode
+from adjoint.hf.verify.trial_gradients import example_inputs
 from adjoint.methods import Pieces
-from adjoint.parallel.access import access_kind
+from adjoint.parallel.access import weights_type
 
 # Arguments of a causal LM that its backbone does not take; calls for extra outputs do not get here.
 HEAD_ARGUMENTS = (
@@ -125,7 +125,7 @@ def find_token_wise_mlps(model: PreTrainedModel) -> list[str]:
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
         if x.dim() == 3 and x.shape == output.shape:
-            if (kind := access_kind(module)).is_collective:
+            if (kind := weights_type(module)).is_gathered:
                 check.refuse(backbone, f"MiniSequence: call {kind.name} for {name}, not for parts of it")
             if _is_token_wise(module, x):
                 names.append(name)

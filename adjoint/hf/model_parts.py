@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
+from adjoint.engine.weights import Weights
 from adjoint.hf.transformers_api import GradientCheckpointingLayer
-from adjoint.parallel.access import Holding, access_kind, holding_of
+from adjoint.parallel.access import Holding, holding_of, weights_type
 
 MISSING = object()
 Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
@@ -120,16 +120,16 @@ def current_holding(model: nn.Module) -> Holding:
     return holding
 
 
-def access_kind_of(model: nn.Module) -> type[ParameterAccess]:
-    """Return the class of access to a model's weights: of their holding, if this call has looked for it."""
+def current_weights_type(model: nn.Module) -> type[Weights]:
+    """Return the class of a model's `Weights`: of its holding, if this call has looked for it."""
     wrap_state = vars(model).get("_adjoint")
     holdings: Mapping[nn.Module, Holding] = {} if wrap_state is None else wrap_state.holdings or {}
-    return holdings[model].kind if model in holdings else access_kind(model)
+    return holdings[model].kind if model in holdings else weights_type(model)
 
 
-def access_to(model: nn.Module, backward_context: ContextFactory = contextlib.nullcontext) -> ParameterAccess:
-    """Return a new access to a model's weights, for one call."""
-    return access_kind_of(model)(model, root_of(model), backward_context)
+def current_weights(model: nn.Module) -> Weights:
+    """Return a model's `Weights`, for one call."""
+    return current_weights_type(model)(model, root_of(model))
 
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:

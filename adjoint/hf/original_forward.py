@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from adjoint.fla.functions import is_of_fla
 from adjoint.hf.call import DOCUMENT_INPUTS, Call
-from adjoint.hf.kernels.fla import is_of_fla
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import forward_parameters, original_class
 from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
-from adjoint.hf.trial_copy import in_eval_mode
-from adjoint.hf.trials import (
+from adjoint.hf.verify.first_use import verification_of
+from adjoint.hf.verify.trial_copy import in_eval_mode
+from adjoint.hf.verify.trials import (
     continues_from_cache,
     counts_cached_tokens,
     hides_left_padding,
     keeps_documents_apart,
 )
-from adjoint.hf.verification import verification_of
 
 
 def why_original_differs(call: Call) -> str | None:

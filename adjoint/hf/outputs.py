@@ -27,13 +27,14 @@ from adjoint.engine.generators import generators_of
 from adjoint.engine.late_gradient import LateBackward, refusing_gradient, with_late_gradient
 from adjoint.engine.leaves import leaves_of, suspend_hooks
 from adjoint.engine.tile import Gradients
+from adjoint.engine.weights import trained_parameters, whole_shape
 from adjoint.errors import UserError
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import detached
 from adjoint.hf.check import ROUTER_LOGITS
 from adjoint.hf.head import head_logits, logits_by_slices, vocab_size_of
 from adjoint.hf.mini_sequence import HEAD_ARGUMENTS
-from adjoint.hf.model_parts import access_kind_of, access_to, original_class
+from adjoint.hf.model_parts import current_weights, current_weights_type, original_class
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.transformers_api import (
     Cache,
@@ -375,10 +376,10 @@ class LogitsOfCall:
         """
         model = self.model
         weight = model.get_output_embeddings().weight
-        width = access_to(model).shape(weight)[1]
+        width = whole_shape(weight)[1]
         token = torch.zeros(1, 1, width, dtype=weight.dtype, device=self.device)
         with torch.no_grad(), self._as_in_the_call():
-            logits = access_to(model).run(lambda: logits_by_slices(model, token))
+            logits = current_weights(model).run(lambda: logits_by_slices(model, token))
         result = DeferredLogits(self._values, (*self.shape, logits.shape[-1]), logits.dtype, logits.device)
         if not (self.has_gradients and loss.requires_grad):
             return result
@@ -389,16 +390,17 @@ class LogitsOfCall:
             )
             return refusing_gradient(result, loss, message)
         arguments = self.trained_arguments.values()  # of which leaves are leaves of the loss, too
-        reached = dict.fromkeys([*access_to(model).trained_parameters(), *leaves_of([loss])])
+        reached = dict.fromkeys([*trained_parameters(current_weights(model)), *leaves_of([loss])])
         leaves = [leaf for leaf in reached if not any(leaf is argument for argument in arguments)]
         return with_late_gradient(result, [*leaves, *arguments], self._backward(leaves))
 
     def _why_no_gradient(self) -> str | None:
         """Return why the logits' gradient cannot be computed, and what to do, or None."""
-        kind, remedy = access_kind_of(self.model), "call it without labels, and make the loss of its logits"
-        if kind.runs_backward_in_forward:
+        kind = current_weights_type(self.model)
+        remedy = "call it without labels, and make the loss of its logits"
+        if kind.is_gathered:
             return f"which has none under {kind.name}: wrap the model with adjoint.Backprop()"
-        if kind.is_collective or kind.copies_from_host:
+        if kind.copies_from_host:
             return f"which has none under {kind.name}: {remedy}"
         return f"which goes on from a cache and has none: {remedy}" if self.continues else None
 

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.verification import alike, some_numbers
+from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
 from adjoint.hf.head import Output, head_output
-from adjoint.hf.model_parts import access_to
+from adjoint.hf.model_parts import current_weights
 from adjoint.kernels.checks import accumulate_dtype
 
 TOKEN_MASK = "attention_mask"  # key of a chunk's inputs: (batch, tokens), nonzero for tokens that count
@@ -104,7 +105,7 @@ def router_loss_coefficient(model: PreTrainedModel) -> float:
     """
     weight = model.get_output_embeddings().weight
     device, dtype = device_of(model), weight.dtype  # not new tensors like it: these would be sharded as it is
-    hidden = some_numbers(1, 5, access_to(model).shape(weight)[1]).to(device, dtype)
+    hidden = some_numbers(1, 5, whole_shape(weight)[1]).to(device, dtype)
     mask = torch.tensor([[1, 1, 1, 0, 0]], device=device)
     try:
         logits = some_numbers(2, 5, model.num_experts).to(device, dtype)
@@ -115,7 +116,7 @@ def router_loss_coefficient(model: PreTrainedModel) -> float:
             "output_router_logits": True,
         }
         hidden_output = Output(last_hidden_state=hidden, router_logits=tuple(logits))
-        output = access_to(model).run(lambda: head_output(model, hidden_output, **inputs))
+        output = current_weights(model).run(lambda: head_output(model, hidden_output, **inputs))
         router_loss = RouterLoss(model)
         expected = router_loss.loss(router_loss.chunk_sums(tuple(logits), mask))
         is_usual = alike(output.aux_loss, expected)

@@ -10,11 +10,11 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine import shared_prefix, short_documents
 from adjoint.engine.grid import BackwardSpec
+from adjoint.engine.model import SharedRows
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.hf import check
@@ -23,13 +23,13 @@ from adjoint.hf.call import Call
 from adjoint.hf.chunk_context import has_embedding_noise
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
-from adjoint.hf.model_parts import access_to, backbone_of, calling_original_forwards
+from adjoint.hf.model_parts import backbone_of, calling_original_forwards, current_weights
 from adjoint.hf.stage import Backbone, CallContext
-from adjoint.hf.trial_copy import example_tokens
-from adjoint.hf.verification import Verification
+from adjoint.hf.verify.first_use import Verification
+from adjoint.hf.verify.trial_copy import example_tokens
 
 
-def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
+def segments_of(call: Call, verification: Verification) -> SharedRows | None:
     """Return the segments of a call whose rows begin alike, or whose documents are short; None if it is
     computed as it is.
 
@@ -38,10 +38,10 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
     """
     wrap_state = verification.wrap_state
     method, model = wrap_state.method, call.model
-    if method.memory is not None:
+    if method.storage.memory is not None:
         return None
     holding = verification.holding
-    if wrap_state.group is not None or holding.kind.is_collective or holding.tensor_parallel_groups:
+    if wrap_state.group is not None or holding.kind.is_gathered or holding.tensor_parallel_groups:
         return None
     # The state of the caller's is one per row; logits are gathered from full rows; a router's loss counts
     # each row's tokens; other inputs may differ where the ids are the same.
@@ -65,7 +65,7 @@ def segments_of(call: Call, verification: Verification) -> list[Segment] | None:
         return None
     if is_shared:
         shared_prefix.announce(model, segments, _tokens(call))
-    return segments
+    return SharedRows(segments, list(map(len, _spans(call) or ())), call.ids.shape)
 
 
 def _short_documents(call: Call, verification: Verification) -> list[Segment] | None:
@@ -159,12 +159,12 @@ def _draws_random_numbers(verification: Verification) -> bool:
     ):
         before = stage.randomness.states()
         cache = copy.copy(verification.parts.cache)
-        access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
+        current_weights(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
         return stage.randomness.have_drawn(before)
 
 
-def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> tuple[Call, Tensor | None]:
-    """Return the call of a segment, and how often each of its targets counts.
+def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> Call:
+    """Return the call of a segment, with the weights of its targets.
 
     Args:
         beginning: what the segment begins with; None for the beginning of its rows.
@@ -183,12 +183,4 @@ def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> t
     if beginning is not None:
         start = 0 if call.mask is None else call.padding_at_left[segment.rows[0]]
         carried = CarriedState(beginning.states[0], segment.start - start, beginning.prefix)
-    return Call(call.model, arguments, carried=carried), weights
-
-
-def hidden_of_rows(call: Call, segments: Sequence[Segment], hidden: Sequence[Tensor]) -> Tensor:
-    """Return the hidden states (batch, seqlen, …) of all rows from those of each segment.
-
-    Those of padding at the left are zeros."""
-    lengths = [len(span) for span in _spans(call) or ()]
-    return shared_prefix.tokens_in_batch_order(segments, hidden, lengths).unflatten(0, call.ids.shape)
+    return Call(call.model, arguments, carried=carried, weights=weights)

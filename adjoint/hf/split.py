@@ -28,9 +28,9 @@ from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
-from adjoint.hf.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
-from adjoint.hf.trial_gradients import TRIAL_SPEC, gradient_functions, gradients_by_engine
-from adjoint.hf.verification import compare
+from adjoint.hf.verify.first_use import compare
+from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
+from adjoint.hf.verify.trial_gradients import TRIAL_SPEC, gradient_functions, gradients_by_engine
 from adjoint.layers import State
 from adjoint.methods import Exact
 

@@ -20,11 +20,13 @@ from adjoint.batch import Batch
 from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import HiddenStates
+from adjoint.engine.host_weights import fetched, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
-from adjoint.engine.parameter_access import ContextFactory
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.tile import Gradients, Pullback
+from adjoint.engine.weights import trained_parameters
 from adjoint.hf import check
 from adjoint.hf.cache import (
     CarriedState,
@@ -57,11 +59,10 @@ from adjoint.hf.language_inputs import (
     outer_inputs,
 )
 from adjoint.hf.logit_penalty import LogitPenalty
-from adjoint.hf.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.hf.model_parts import (
     Forward,
-    access_to,
     backbone_of,
+    current_weights,
     forward_parameters,
     layers_of,
     original_class,
@@ -69,6 +70,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
+from adjoint.hf.verify.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
@@ -182,6 +184,8 @@ class Backbone(Stage):
     is_many_layers: ClassVar[bool] = True
     reach: ClassVar[int] = 0
     precisions: ClassVar[frozenset[torch.dtype]] = frozenset()
+    grows: tuple[int | None, ...] = ()
+    fetches: bool = False
 
     def __init__(
         self,
@@ -197,29 +201,20 @@ class Backbone(Stage):
         context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
-        self._grows = tuple([slot.grows for slot in self.slots])
+        self.grows = tuple([slot.grows for slot in self.slots])
         self.stage_parts = context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
-        self.access = access_to(model)
-        self.trained_parameters = self.access.trained_parameters()
+        self.trained_parameters = trained_parameters(current_weights(model))
         self.tensors = ModuleTensors(model)
         self.takes_positions = POSITIONS in forward_parameters(self.backbone)
-        self.randomness, self.recompute = ChunkRandomness(model), self.access.recompute(recompute)
+        self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
-        self._fetches = fetches
+        self.fetches = fetches
         self.router = router
         self.padding, self.language_layout, self.carried, self.positions = context[:4]
         self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
         self.logit_scale = functools.cache(self.stage_parts.logit_scale)
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self._grows
-
-    @property
-    def fetches(self) -> bool:
-        return self._fetches
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.chunk_context()
@@ -426,7 +421,7 @@ class CausalLM(Backbone):
         return CausalLM(
             model,
             slots,
-            recompute=method.recompute,
+            recompute=method.storage.recompute,
             fetches=fetches,
             context=context or CallContext.from_call(call),
             router=RouterLoss(model, router_loss_factor) if call.kind.routed else None,
@@ -443,7 +438,7 @@ class CausalLM(Backbone):
             None if z is None else z * torch.as_tensor(divisor, dtype=torch.float64),
             None if penalty is None else penalty.of_sum(divisor),
         )
-        with self.access.fetched(self.model.get_output_embeddings()):
+        with fetched(self.model.get_output_embeddings()):
             loss = summed_loss(
                 self.model,
                 output[0],
@@ -495,20 +490,20 @@ def make_step(
     Raises:
         Refused: the ranks of a group cannot share the model's sequences.
     """
-    model, access = stages[0].model, access_to(stages[0].model, backward_context)
+    model, weights = stages[0].model, current_weights(stages[0].model)
     states = [stages[0].initial_state(batch.rows, batch.ids.device), *(() for _ in stages[1:])]
     width = model.config.get_text_config().hidden_size
     batch = dataclasses.replace(batch, states=states)
     sums = [stages[0].router] if isinstance(stages[0].router, RouterLoss) else []
     if group is not None:
-        if why := access.why_not_shared(group):
+        if why := weights.why_not_shared(group):
             check.refuse(model, f"sequence_group: {why}")
         if stages[0].randomness.has_dropout:
             check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
     prefix = None if stages[0].carried is None else stages[0].carried.prefix
     is_alone = group is None and prefix is None
     distribution = None if is_alone else distribution_of(group, prefix)
-    return ChunkedStep(stages, batch, spec, width, sums, distribution, access)
+    return ChunkedStep(stages, batch, spec, width, sums, distribution, weights.sweep(backward_context))
 
 
 @torch.no_grad()
@@ -519,5 +514,5 @@ def find_slots(model: PreTrainedModel, input_ids: Tensor) -> list[Slot]:
     cache = stage.stage_parts.cache
     untrained = UntrainedTensors(model.named_modules(), frozen=False)
     with stage.chunk_context(), stage.randomness.undone(), untrained.restored():
-        access_to(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
+        current_weights(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
     return cache.find_slots()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 _MODULES = {
-    "AdjointCallback": "trainer",
+    "AdjointCallback": "transformers_trainer",
     "method_from_environment": "options",
     "method_from_options": "options",
 }

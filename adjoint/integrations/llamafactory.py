@@ -13,7 +13,7 @@ def main() -> None:
     """Run LLaMA-Factory's training with the arguments of the command line and an `AdjointCallback`."""
     from llamafactory.train.tuner import run_exp
 
-    from adjoint.integrations.trainer import AdjointCallback
+    from adjoint.integrations.transformers_trainer import AdjointCallback
 
     run_exp(callbacks=[AdjointCallback()])
 

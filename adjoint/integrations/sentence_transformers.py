@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adjoint.errors import UserError
-from adjoint.integrations import trainer
+from adjoint.integrations import transformers_trainer
 
 
-class AdjointCallback(trainer.AdjointCallback):
+class AdjointCallback(transformers_trainer.AdjointCallback):
     """A callback that wraps the transformers models inside a model of sentence-transformers."""
 
     def models_of(self, model: nn.Module) -> list[nn.Module]:

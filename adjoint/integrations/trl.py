@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.train.distillation import distillation_loss
+from adjoint.train.distillation_loss import distillation_loss
 
 # Trainers by name, each with the module of TRL that has the original, and whether that one's divergence has
 # the temperature (GKD's samples with it alone).

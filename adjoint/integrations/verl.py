@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from adjoint.errors import UserError
 from adjoint.hf.wrap import wrap
 from adjoint.integrations.options import method_from_environment
-from adjoint.train.logprobs import token_logprobs, token_logprobs_and_entropies
+from adjoint.train.token_logprobs import token_logprobs, token_logprobs_and_entropies
 
 # Settings of a batch that need logits, each with the key of verl's configuration that switches it off.
 NEED_LOGITS = {

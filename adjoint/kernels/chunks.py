@@ -4,7 +4,7 @@ share."""
 import torch
 import torch.nn.functional as F
 
-from adjoint.kernels.recurrence import zero_where
+from adjoint.kernels.plain_recurrence import zero_where
 
 CHUNK = 64  # tokens whose updates are solved for together, a power of 2
 

@@ -1,30 +1,26 @@
 """Layers. A mixer maps (batch, seqlen, d_model) to the same shape and carries a state, a tuple of
-tensors, across calls; a block puts norms, residual sums and an MLP around it."""
+tensors, across calls; a block puts norms, residual sums and an MLP around it.
 
-from adjoint.batch import State
-from adjoint.layers.attention import AttentionMixer
-from adjoint.layers.block import Block
+A configuration need not wait for torch: what imports it is imported when it is first asked for.
+`__init__.pyi` says the same to type checkers and editors."""
+
+import importlib
+
 from adjoint.layers.config import MIXERS, StackConfig
-from adjoint.layers.gated_deltanet import GatedDeltaNetMixer, KDAMixer
-from adjoint.layers.mamba import MambaMixer
-from adjoint.layers.mamba2 import Mamba2Mixer
-from adjoint.layers.mamba3 import Mamba3Mixer
-from adjoint.layers.mixer import Mixer, ScanMixer
-from adjoint.layers.rwkv7 import RWKV7Mixer
-from adjoint.layers.selective import DenseMixer, DiagonalMixer, ScalarMixer
 
-MIXERS |= {
-    "mamba": MambaMixer,
-    "mamba2": Mamba2Mixer,
-    "diagonal": DiagonalMixer,
-    "scalar": ScalarMixer,
-    "dense": DenseMixer,
-    "attention": AttentionMixer,
-    "gated_deltanet": GatedDeltaNetMixer,
-    "kda": KDAMixer,
-    "mamba3": Mamba3Mixer,
-    "rwkv7": RWKV7Mixer,
+_MODULES = {
+    "WINDOWED": "layers.block",
+    "Block": "layers.block",
+    "Mixer": "layers.mixer",
+    "ScanMixer": "layers.mixer",
+    "State": "batch",
 }
-WINDOWED = tuple(kind for kind, mixer in MIXERS.items() if mixer.windowed)
+__all__ = ["MIXERS", "StackConfig", *_MODULES]
 
-__all__ = ["MIXERS", "WINDOWED", "Block", "Mixer", "ScanMixer", "StackConfig", "State"]
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'adjoint.layers' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"adjoint.{_MODULES[name]}"), name)
+    globals()[name] = value  # not asked for again
+    return value

@@ -15,7 +15,7 @@ from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import reset
 from adjoint.layers.mixer import Mixer
-from adjoint.layers.tensor_parallel import (
+from adjoint.layers.weight_splits import (
     RankConfig,
     Section,
     Split,

@@ -18,12 +18,12 @@ from adjoint.kernels.collectives import (
     split_tokens,
     sum_over_ranks,
 )
-from adjoint.layers.bidirectional import BidirectionalMixer
+from adjoint.layers.bidirectional_mixer import BidirectionalMixer
 from adjoint.layers.config import MIXERS, StackConfig
 from adjoint.layers.mixer import Mixer, make_mixer
 from adjoint.layers.mlp import GatedMLP
 from adjoint.layers.norm import RMSNorm
-from adjoint.layers.tensor_parallel import RowParallelLinear
+from adjoint.layers.weight_splits import RowParallelLinear
 
 T = TypeVar("T")
 RESIDUAL_PROJECTIONS = (  # weights whose products are added to the residual stream
@@ -32,6 +32,9 @@ RESIDUAL_PROJECTIONS = (  # weights whose products are added to the residual str
     "mixer.reverse_mixer.out_proj.weight",
     "mlp.out_proj.weight",
 )
+
+# Mixers that the windowed methods can run.
+WINDOWED = tuple(kind for kind, mixer in MIXERS.items() if mixer.windowed)
 
 
 class Block(nn.Module):

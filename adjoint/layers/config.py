@@ -2,12 +2,54 @@
 
 import dataclasses
 import difflib
+import importlib
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields, documented, option
 
-# The built-in mixers, subclasses of `layers.mixer.Mixer`, by name; adjoint/layers/__init__.py fills it in.
-MIXERS: dict[str, Any] = {}
+MixerClass = Any  # a subclass of `layers.mixer.Mixer`, which imports this module
+
+
+class _Mixers(Mapping[str, MixerClass]):
+    """Classes by name, each imported when it is first asked for: names alone need no torch.
+
+    Args:
+        classes: of each name its class, as "module of adjoint.layers:class".
+    """
+
+    def __init__(self, classes: dict[str, str]) -> None:
+        self._classes = classes
+
+    def __getitem__(self, name: str) -> MixerClass:
+        module, _, mixer = self._classes[name].partition(":")
+        return getattr(importlib.import_module(f"adjoint.layers.{module}"), mixer)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+
+# The built-in mixers.
+MIXERS = _Mixers(
+    {
+        "mamba": "mamba:MambaMixer",
+        "mamba2": "mamba2:Mamba2Mixer",
+        "diagonal": "selective:DiagonalMixer",
+        "scalar": "selective:ScalarMixer",
+        "dense": "selective:DenseMixer",
+        "attention": "attention:AttentionMixer",
+        "gated_deltanet": "gated_deltanet:GatedDeltaNetMixer",
+        "kda": "gated_deltanet:KDAMixer",
+        "mamba3": "mamba3:Mamba3Mixer",
+        "rwkv7": "rwkv7:RWKV7Mixer",
+    }
+)
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
 

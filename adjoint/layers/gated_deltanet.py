@@ -15,7 +15,7 @@ from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on, rates
 from adjoint.layers.norm import RMSNorm
-from adjoint.layers.tensor_parallel import (
+from adjoint.layers.weight_splits import (
     RankConfig,
     Section,
     Split,

@@ -13,7 +13,7 @@ from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import ScanMixer, rates
-from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_columns, by_rows, rank_config
+from adjoint.layers.weight_splits import RankConfig, Section, Splits, by_columns, by_rows, rank_config
 
 
 class MambaScanInputs(NamedTuple):

@@ -12,7 +12,7 @@ from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import ScanMixer, check_heads, rates
 from adjoint.layers.norm import RMSNorm, norm_over_ranks
-from adjoint.layers.tensor_parallel import (
+from adjoint.layers.weight_splits import (
     RankConfig,
     Section,
     Split,

@@ -22,7 +22,7 @@ from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps, reset
 from adjoint.layers.mixer import Mixer, check_heads
 from adjoint.layers.norm import RMSNorm
-from adjoint.layers.tensor_parallel import (
+from adjoint.layers.weight_splits import (
     RankConfig,
     Section,
     Splits,

@@ -11,7 +11,7 @@ from adjoint.batch import State
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers.config import MIXERS, StackConfig
-from adjoint.layers.tensor_parallel import RankConfig, Split, Splits
+from adjoint.layers.weight_splits import RankConfig, Split, Splits
 
 
 def arrived(before: Any) -> Tensor:

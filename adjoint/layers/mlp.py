@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from adjoint.kernels.gated import gated_linear
-from adjoint.layers.tensor_parallel import Section, Splits, by_columns, by_rows
+from adjoint.layers.weight_splits import Section, Splits, by_columns, by_rows
 
 
 class GatedMLP(nn.Module):

@@ -11,11 +11,11 @@ from adjoint.batch import State
 from adjoint.kernels import checks
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
-from adjoint.kernels.recurrence import zero_where
+from adjoint.kernels.plain_recurrence import zero_where
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import reset
 from adjoint.layers.mixer import Mixer, arrived, check_heads, handed_on
-from adjoint.layers.tensor_parallel import (
+from adjoint.layers.weight_splits import (
     RankConfig,
     Section,
     Split,

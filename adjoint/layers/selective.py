@@ -18,7 +18,7 @@ from adjoint.kernels.linear_scan import linear_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.init import inverse_softplus_steps
 from adjoint.layers.mixer import ScanMixer
-from adjoint.layers.tensor_parallel import RankConfig, Section, Splits, by_rows, local_units, rank_config
+from adjoint.layers.weight_splits import RankConfig, Section, Splits, by_rows, local_units, rank_config
 
 
 class SelectiveScanInputs(NamedTuple):

@@ -1,8 +1,7 @@
-"""The one place that looks how a model's weights are held, and picks its `ParameterAccess`."""
+"""The one place that looks how a model's weights are held, and picks its `Weights`."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,41 +9,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from adjoint.engine.host_weights import HostWeightsAccess, device_of
-from adjoint.engine.parameter_access import ContextFactory, ParameterAccess
+from adjoint.engine.host_weights import HostWeights, device_of
+from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
 from adjoint.parallel import zero
-from adjoint.parallel.fsdp import FSDPAccess, FSDPUnitAccess, units
+from adjoint.parallel.fsdp import FSDPUnitWeights, FSDPWeights, units
 from adjoint.parallel.split_tensors import dtensors
-from adjoint.parallel.tensor import SPLIT_AND_SHARDED, TensorParallelAccess
-from adjoint.parallel.zero import ZeROAccess
+from adjoint.parallel.tensor import SPLIT_AND_SHARDED, TensorParallelWeights
+from adjoint.parallel.zero import ZeROWeights
 
-# Those that are asked, in this order, whether they hold a model's weights; plain tensors hold any. An access
-# of one's own goes before them.
-KINDS: list[type[ParameterAccess]] = [
-    ZeROAccess,
-    FSDPAccess,
-    FSDPUnitAccess,
-    TensorParallelAccess,
-    HostWeightsAccess,
-    ParameterAccess,
+# Those that are asked, in this order, whether they hold a model's weights; plain tensors hold any. A kind of
+# one's own goes before them.
+KINDS: list[type[Weights]] = [
+    ZeROWeights,
+    FSDPWeights,
+    FSDPUnitWeights,
+    TensorParallelWeights,
+    HostWeights,
+    Weights,
 ]
 TENSOR_PARALLEL_NAMES = ("tp", "ep", "tensor", "expert")  # beginnings of names of a mesh's dimensions
 OTHERS = "shard its layers and what adjoint.wrap is given with fully_shard, or use DistributedDataParallel"
 
 
 class Holding(NamedTuple):
-    """The way in which a model's weights are held, for code that has no access to them yet.
+    """The way in which a model's weights are held, to be remembered while it does not change.
 
     Attributes:
-        kind: the class of the access.
+        kind: the class of its `Weights`.
         device: on which the model computes.
         tensor_parallel_groups: over whose ranks tensor parallelism splits weights.
-        why_not: why no access reaches the weights, or None.
+        why_not: why no kind reaches the weights, or None.
         is_plain: whether all weights are plain tensors of this process.
     """
 
-    kind: type[ParameterAccess]
+    kind: type[Weights]
     device: torch.device
     tensor_parallel_groups: Sequence[dist.ProcessGroup]
     why_not: str | None
@@ -52,34 +51,35 @@ class Holding(NamedTuple):
 
 
 def holding_of(model: nn.Module, root: nn.Module) -> Holding:
-    """Return how a model's weights are held; `root` as in `ParameterAccess`.
+    """Return how a model's weights are held; `root` as in `Weights`.
 
     Raises:
         UserError: a stack is split by tensor parallelism and sharded as well.
     """
-    kind, groups, reason = access_kind(model), tensor_parallel_groups(model), why_not(model, root)
-    is_plain = kind is ParameterAccess and not groups and reason is None
+    kind, groups, reason = weights_type(model), tensor_parallel_groups(model), why_not(model, root)
+    is_plain = kind is Weights and not groups and reason is None
     return Holding(kind, device_of(model), groups, reason, is_plain)
 
 
-def access_kind(model: nn.Module) -> type[ParameterAccess]:
-    """Return the class of `access_of`, whose attributes say what is asked of code that runs the model.
+def weights_type(model: nn.Module) -> type[Weights]:
+    """Return the class of a model's `Weights`, whose attributes say what is asked of code that runs it.
 
     Raises:
         UserError: a stack is split by tensor parallelism and sharded as well.
     """
-    if TensorParallelAccess.holds(model):
+    if TensorParallelWeights.holds(model):
         refuse_sharded(model)
     return next(kind for kind in KINDS if kind.holds(model))
 
 
-def access_of(
-    model: nn.Module,
-    root: nn.Module | None = None,
-    backward_context: ContextFactory = contextlib.nullcontext,
-) -> ParameterAccess:
-    """Return a new access to a model's weights, for one call; arguments as in `ParameterAccess`."""
-    return access_kind(model)(model, root, backward_context)
+def weights_of(model: nn.Module) -> Weights:
+    """Return the `Weights` of a model that is its own root, for one call."""
+    return weights_type(model)(model)
+
+
+def has_gathering_hooks(model: nn.Module) -> bool:
+    """Whether every module has hooks that gather its weights and change no result."""
+    return zero.uses_zero(model)
 
 
 def refuse_sharded(stack: nn.Module) -> None:
@@ -100,10 +100,10 @@ def tensor_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def why_not(model: nn.Module, root: nn.Module) -> str | None:
-    """Return why no access reaches the weights of a model that is distributed over processes, or None.
+    """Return why nothing reaches the weights of a model that is distributed over processes, or None.
 
     Args:
-        root: as in `ParameterAccess`.
+        root: as in `Weights`.
     """
     if zero.uses_zero(model):
         return zero.why_not(root)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.engine.budget import refuse_budget
-from adjoint.engine.distribution import Distribution
+from adjoint.engine.distribution import Distribution, layers_are_stages
 from adjoint.engine.exchange import BetweenTiles, Exchange, refuse_unread
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Tile
@@ -418,8 +418,8 @@ class SequenceGroup(Distribution):
             self.transport = GroupTransport(self.group, device)
 
     def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
-        # Recurrent layers stay stages: states then cross between tiles, and no rank waits for another inside.
-        return super().runs(spec, stages) if _meet_within_tiles(stages) else range(len(stages))
+        is_each = layers_are_stages(spec, True, _meet_within_tiles(stages))
+        return range(len(stages)) if is_each else [0] * len(stages)
 
     def grid(
         self,

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,10 +28,10 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, mesh_device
 from adjoint.engine.layer_run import as_runs
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
-from adjoint.engine.parameter_access import ContextFactory, ParameterAccess, Runs
-from adjoint.engine.schedule import Run
+from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Layer, Stage
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.engine.verification import (
     COARSE,
@@ -44,6 +44,7 @@ from adjoint.engine.verification import (
     verified_kinds,
     verify,
 )
+from adjoint.engine.weights import Weights, precisions, trained_parameters
 from adjoint.errors import UserError
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
@@ -142,12 +143,14 @@ class Gathering:
         return results[0]
 
 
-def gradients(
-    root: nn.Module, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
-) -> dict[Tensor, Tensor]:
-    """Return the gradients that `run`, forwards and backwards of a sharded model, gives its parameters.
+@contextlib.contextmanager
+def collected_gradients(
+    root: nn.Module, parameters: Sequence[Tensor], has_work: bool = True
+) -> Iterator[dict[Tensor, Tensor]]:
+    """Collect the gradients that forwards and backwards of a sharded model give its parameters.
 
-    Their `.grad` stays as it was; hooks on its accumulation are not called.
+    They are in the dict once the context has ended. The parameters' `.grad` stays as it was; hooks on its
+    accumulation are not called.
 
     Args:
         has_work: False if there is nothing to run here, nor in any process that has a shard of the model.
@@ -156,16 +159,17 @@ def gradients(
         UserError: FSDP has not reduced the gradients.
     """
     before: list[tuple[Any, Any, Any]] = []
+    by_parameter: dict[Tensor, Tensor] = {}
     try:
         for p in parameters:
             hooks: Any = p._post_accumulate_grad_hooks
             before.append((p, p.grad, hooks))
             p.grad, p._post_accumulate_grad_hooks = None, None  # type: ignore[assignment]
-        run()
+        yield by_parameter
         for recover in (_reduce, _refuse):
             if has_work and parameters and all(p.grad is None for p in parameters):
                 recover(root)
-        return {p: p.grad for p in parameters if p.grad is not None}
+        by_parameter.update((p, p.grad) for p in parameters if p.grad is not None)
     finally:
         reshard(root)  # parameters stay gathered after set_reshard_after_backward(False)
         for p, gradient, hooks in before:
@@ -238,7 +242,7 @@ class ShardedModelStage(Stage):
 
     Args:
         stage: the model as a stage; its forward may also be called with gradients on.
-        access: runs chunks, and their backwards.
+        weights: run chunks, and their backwards.
 
     Attributes:
         start_of_last: the first token of the chunk whose backward is this process's last.
@@ -248,8 +252,8 @@ class ShardedModelStage(Stage):
     takes_state_handoff: ClassVar[bool] = True
     is_many_layers: ClassVar[bool] = True
 
-    def __init__(self, stage: Stage, access: GatheredAccess) -> None:
-        self.stage, self.access = stage, access
+    def __init__(self, stage: Stage, weights: GatheredWeights) -> None:
+        self.stage, self.weights = stage, weights
         self.start_of_last = 0
 
     @property
@@ -263,7 +267,7 @@ class ShardedModelStage(Stage):
     @property
     def precisions(self) -> set[torch.dtype]:
         """Dtypes of the gathered parameters, which may differ from the shards'."""
-        return self.access.gathered_precisions()
+        return {p.dtype for p in self.weights.running_parameters()}
 
     def parameters(self) -> Iterable[Tensor]:
         return self.stage.parameters()
@@ -272,10 +276,10 @@ class ShardedModelStage(Stage):
         return self.stage.modules()
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.access.run(lambda: self.stage.forward(x, state, chunk))
+        return self.weights.run(lambda: self.stage.forward(x, state, chunk))
 
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self.access.run(lambda: self.stage.advance(x, state, chunk))
+        return self.weights.run(lambda: self.stage.advance(x, state, chunk))
 
     def forget(self, start: int) -> None:
         self.stage.forget(start)
@@ -289,7 +293,7 @@ class ShardedModelStage(Stage):
 
         def pull_back(dy: Tensor | None, d_state: Cotangents) -> tuple[Tensor | None, Cotangents]:
             is_last = chunk.start == self.start_of_last
-            return self.access.run_backward(lambda: pullback(dy, d_state), is_last)
+            return self.weights.run_backward(lambda: pullback(dy, d_state), is_last)
 
         return y, after, pull_back
 
@@ -302,55 +306,28 @@ class _AutogradGradients(Gradients):
         return tuple(t.grad for t in inputs)
 
 
-class GatheredAccess(ParameterAccess):
+class GatheredWeights(Weights):
     """Weights that are gathered for each chunk's forward and backward, which follow at once.
 
-    The step's forward computes the gradients; its backward multiplies them by the loss's factor. In a group
-    that shares the sequence, gradients are reduced among processes that run the same chunks; once all have
-    run, they are summed over the group. The layers of a `Stack` run as one stage by any method: to what
-    shards the stack, a chunk is a forward of it.
-    """
+    In a group that shares the sequence, gradients are reduced among processes that run the same chunks; once
+    all have run, they are summed over the group (`GatheredSweep`)."""
 
-    is_collective: ClassVar[bool] = True
-    runs_backward_in_forward: ClassVar[bool] = True
-    is_on_device: ClassVar[bool] = False  # a weight is there while its layer runs
-    frozen_may_change: ClassVar[bool] = False  # what gathers writes, and nobody else can before the backward
-    stage: ShardedModelStage
-    parts: Sequence[Stage]
-    layers: Sequence[Layer]
-
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        root: nn.Module | None = None,
-        backward_context: ContextFactory = contextlib.nullcontext,
-    ) -> None:
-        super().__init__(model, root)  # chunks run back inside the forward: nothing has changed since
-        self.gradients_of_forward: dict[Tensor, Tensor] | None = None
-        self.factor = 1.0  # of the loss, in these gradients
-        self.d_initial: list[Tensor | None] = []
-
-    # ------------------------------------------------------------------- what differs between kinds of shards
-
-    def gathered_parameters(self) -> set[Tensor]:
-        """Return the parameters as modules see them while they run."""
-        raise NotImplementedError
-
-    def gathered_precisions(self) -> set[torch.dtype]:
-        """Return the dtypes of `gathered_parameters`."""
-        return {p.dtype for p in self.gathered_parameters()}
+    is_gathered: ClassVar[bool] = True
+    can_copy: ClassVar[bool] = False
 
     def run_backward(self, call: Callable[[], T], is_last: bool) -> T:
         """Return the result of `call`, a chunk's backward; `is_last`: no other of the step follows."""
         return call()
 
-    def gradients_of(
-        self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
-    ) -> dict[Tensor, Tensor]:
-        """Return the gradients that forwards and backwards give parameters, reduced; `.grad` stays as it was.
+    def collected(
+        self, parameters: Sequence[Tensor], has_work: bool = True
+    ) -> contextlib.AbstractContextManager[dict[Tensor, Tensor]]:
+        """Return a context that collects the reduced gradients of forwards and backwards in it.
+
+        They are in its dict at the end; `.grad` stays as it was.
 
         Args:
-            run: runs them. has_work: False if no process that has a shard of the model has any.
+            has_work: False if no process that has a shard of the model has any.
         """
         raise NotImplementedError
 
@@ -358,43 +335,58 @@ class GatheredAccess(ParameterAccess):
         """Return the factor of the loss in the chunks' backwards, by which gradients are divided later."""
         return 1.0
 
+    def autograd_inputs(self, leaves: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Return the inputs of a step's node: as `Sweep.autograd_inputs`."""
+        return [*leaves]
+
     def hand_over(self, gradients: Gradients) -> None:
         """Take the gradients that autograd cannot hand to parameters out of the sums, and hand them over."""
 
-    # ------------------------------------------------------------------------------------ common to all kinds
-
-    def precisions(self) -> set[torch.dtype]:
-        return super().precisions() | self.gathered_precisions()
-
-    def can_copy(self) -> bool:
-        return False
+    def refuse_precision(self, executor: Executor, has_backward: bool) -> None:
+        """Raise a UserError if an executor's precision does not go with these weights."""
 
     def loss_and_gradients(
         self, parameters: Sequence[Tensor], compute_loss: Callable[[], Tensor]
     ) -> tuple[float, dict[Tensor, Tensor]]:
         """Return a loss and gradients, reduced in a backward of the model's own parameters."""
-        losses: list[Tensor] = []
-
-        def run() -> None:
-            losses.append(compute_loss())
-            if losses[0].requires_grad:
-                self.backpropagate(losses[0])
-
-        by_parameter = self.gradients_of(self.trained_parameters(), run)
-        return float(losses[0].detach()), by_parameter
+        with self.collected(trained_parameters(self)) as by_parameter:
+            loss = compute_loss()
+            if loss.requires_grad:
+                self.backpropagate(loss)
+        return float(loss.detach()), by_parameter
 
     def backpropagate(self, loss: Tensor) -> None:
         """Backpropagate a loss, adding to the gradients of the model's own parameters alone."""
-        model_parameters = self.gathered_parameters() | set(self.root.parameters())
+        model_parameters = self.running_parameters() | set(self.root.parameters())
         others = [t for t in leaves_of([loss]) if t not in model_parameters]
         with suspend_hooks(others):
             loss.backward(retain_graph=bool(others))  # for the call that follows
 
+    def sweep(self, backward_context: ContextFactory = contextlib.nullcontext) -> Sweep:
+        return GatheredSweep(self)  # chunks run back inside the forward: nothing has changed since
+
+
+class GatheredSweep(Sweep):
+    """A step over gathered weights, whose forward computes the gradients, and whose backward multiplies them
+    by the loss's factor.
+
+    The layers of a `Stack` run as one stage by any method: to what shards the stack, a chunk is a forward of
+    it."""
+
+    runs_back_in_forward: ClassVar[bool] = True
+    stage: ShardedModelStage
+    parts: Sequence[Stage]
+    layers: Sequence[Layer]
+
+    def __init__(self, weights: GatheredWeights) -> None:
+        super().__init__()
+        self.weights = weights
+        self.gradients_of_forward: dict[Tensor, Tensor] | None = None
+        self.factor = 1.0  # of the loss, in these gradients
+        self.d_initial: list[Tensor | None] = []
+
     def arrange(
-        self,
-        stages: Sequence[Stage | None],
-        states: Sequence[State],
-        runs: Sequence[int],
+        self, stages: Sequence[Stage | None], states: Sequence[State], runs: Sequence[int]
     ) -> tuple[list[Stage | None], Sequence[State]]:
         self.parts = [stage for stage in stages if stage is not None]
         self.layers = [stage for stage in self.parts if isinstance(stage, Layer)]
@@ -402,28 +394,36 @@ class GatheredAccess(ParameterAccess):
             stages, states = as_runs(stages, states, [0] * len(stages))
         first, *others = stages
         assert first is not None
-        self.stage = ShardedModelStage(first, self)
+        self.stage = ShardedModelStage(first, self.weights)
         return [self.stage, *others], states
 
-    def verify(self, step: Runs) -> None:
+    def verify(
+        self,
+        stages: Sequence[Stage | None],
+        batch: Batch,
+        spec: EngineSpec,
+        width: int,
+        distribution: Distribution,
+    ) -> None:
         """Compare a stack's gradients by chunks with those of plain autograd, on first use.
 
         A stack has layers that need not be ours; other models are verified by what wraps them."""
         if not self.layers:
             return
-        device, group = step.batch.ids.device, SINGLE_RANK if step.distribution.shares_sequence else None
-        dtype = next(self.model.parameters()).dtype
+        device, group = batch.ids.device, SINGLE_RANK if distribution.shares_sequence else None
+        model = self.weights.model
+        dtype = next(model.parameters()).dtype
         kind = (*(custom_layers.kind_of(layer, dtype, device) for layer in self.layers), group)
-        verified = verified_kinds(self.model)
+        verified = verified_kinds(model)
         if kind in verified or not torch.is_grad_enabled():
             return
-        stages, width = self.parts, step.width
+        parts, weights = self.parts, self.weights
 
         def step_of(batch: Batch, spec: EngineSpec) -> ChunkedStep:
-            access, distribution = type(self)(self.model), distribution_of(group)
-            return ChunkedStep(stages, batch, spec, width, distribution=distribution, access=access)
+            sweep = type(weights)(model).sweep()
+            return ChunkedStep(parts, batch, spec, width, distribution=distribution_of(group), sweep=sweep)
 
-        _verify_stack(self, step_of, device)
+        _verify_stack(weights, step_of, device)
         verified.add(kind)
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
@@ -432,9 +432,10 @@ class GatheredAccess(ParameterAccess):
         Raises:
             UserError: processes that have shards of the same weights are at different places of their groups.
         """
+        weights = self.weights
         if distribution.shares_sequence:
             place, group_size = distribution.worker, distribution.ranks
-            low, high, fewest, most = self.largest(-place, place, -group_size, group_size)
+            low, high, fewest, most = weights.largest(-place, place, -group_size, group_size)
             if -low != high or -fewest != most:
                 raise UserError(
                     "sequence_group: processes that have shards of the same weights must have the same "
@@ -443,115 +444,118 @@ class GatheredAccess(ParameterAccess):
                 )
         backward = spec.backward
         if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
-            raise UserError(f"Truncated and LayerLocal do not run on a stack under {self.name}: use Exact()")
-        refuse_budget(spec.storage.memory, f"under {self.name} all processes")
-        if spec.storage.checkpoints is not None and self.largest(len(spec.documents))[0] > 1:
             raise UserError(
-                f"checkpoints= computes states again from the start of a document, but under {self.name} all "
-                "processes must run the same chunks, and their documents differ: leave it out, or give one "
-                "document per row"
+                f"Truncated and LayerLocal do not run on a stack under {weights.name}: use Exact()"
             )
-        self.rest()
-        return self._align_chunks(batch, spec)
+        refuse_budget(spec.storage.memory, f"under {weights.name} all processes")
+        if spec.storage.checkpoints is not None and weights.largest(len(spec.documents))[0] > 1:
+            raise UserError(
+                f"checkpoints= computes states again from the start of a document, but under {weights.name} "
+                "all processes must run the same chunks, and their documents differ: leave it out, or give "
+                "one document per row"
+            )
+        weights.rest()
+        return align_chunks(weights, batch, spec)
 
-    def _align_chunks(self, batch: Batch, spec: EngineSpec) -> EngineSpec:
-        """Return the spec with the most chunks of any process: all gather parameters per chunk."""
-        cuts = list(spec.cuts(batch.seqlen))
-        possible = sum(max(1, (stop - start) // spec.least) for start, stop in itertools.pairwise(cuts))
-        most_chunks, negative_limit = self.largest(len(cuts) - 1, -possible)
-        if most_chunks > -negative_limit:
-            raise UserError(
-                f"one process has {most_chunks:.0f} chunks, and another's sequence can be divided into "
-                f"{-negative_limit:.0f} at most: give the processes sequences of more "
-                "similar lengths, or a larger chunk_size"
-            )
-        while len(cuts) - 1 < most_chunks:
-            size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))
-            cuts = sorted([*cuts, start + size // 2])
-        return dataclasses.replace(spec, cut_at=tuple(cuts[1:-1]))
+    def check(self, executor: Executor, has_backward: bool) -> None:
+        self.weights.refuse_precision(executor, has_backward)
 
     def gradients(self, parameters: Sequence[Tensor], has_backward: bool, is_alone: bool) -> Gradients:
-        left_to_autograd = self.gathered_parameters() | set(parameters)
+        left_to_autograd = self.weights.running_parameters() | set(parameters)
         return _AutogradGradients(
             UnlistedLeaves(left_to_autograd=left_to_autograd, open=has_backward and is_alone)
         )
 
-    def forward(self, step: Runs) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward; keep the gradients for the factor that the loss's backward brings."""
-        if not step.has_backward:
-            return step.run_forward()
-        results: list[tuple[Tensor, list[Tensor], Gradients]] = []
+    def autograd_inputs(self, leaves: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return self.weights.autograd_inputs(leaves, device)
 
-        def run() -> None:
-            loss, final = step.run_forward()
-            chunks = [
-                a.tile.chunk for a in step.backward_actions if isinstance(a, Run) and not a.tile.is_forward
-            ]
-            self.stage.start_of_last = step.grid.cuts[chunks[-1]] if chunks else 0
-            states = len(final) - len(step.sums)
-            totals = zip(step.sums, final[states:], strict=True)
-            d_sums = [sequence_sum.cotangent_of(total) for sequence_sum, total in totals]
-            factor = self.factor = self.loss_factor()
-            d_final = [*[None] * states, *(None if d is None else d * factor for d in d_sums)]
-            others, self.d_initial = step.run_backward(torch.full_like(loss, factor), d_final)
-            results.append((loss, final, others))
+    def collected(
+        self, parameters: Sequence[Tensor], has_work: bool
+    ) -> contextlib.AbstractContextManager[dict[Tensor, Tensor]]:
+        return self.weights.collected(parameters, has_work)
 
-        trained = [p for p in step.parameters if p.requires_grad]
-        distribution = step.distribution
-        grads = self.gradients_of(trained, run, distribution.has_chunk(step.grid))
-        if distribution.shares_sequence:
-            self._sum(distribution, trained, grads)
-        step.drop_executor()
-        loss, final, others = results[0]
-        self.gradients_of_forward = grads | {
-            t: d for t in step.grad_inputs if (d := others.get(t)) is not None
-        }
-        return loss, final
+    def cotangents(
+        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        self.stage.start_of_last = start_of_last
+        states = len(final) - len(sums)
+        totals = zip(sums, final[states:], strict=True)
+        d_sums = [sequence_sum.cotangent_of(total) for sequence_sum, total in totals]
+        factor = self.factor = self.weights.loss_factor()
+        d_final = [*[None] * states, *(None if d is None else d * factor for d in d_sums)]
+        return torch.full_like(loss, factor), d_final
 
-    def _sum(
-        self, distribution: Distribution, parameters: Sequence[Tensor], grads: dict[Tensor, Tensor]
+    def keep(
+        self,
+        gradients: dict[Tensor, Tensor],
+        others: Mapping[Tensor, Tensor],
+        d_initial: list[Tensor | None],
+        parameters: Sequence[Tensor],
+        distribution: Distribution,
     ) -> None:
-        """Sum gradients over a group."""
-        terms = [grads.get(p) for p in parameters]
-        totals = distribution.summed(terms, lambda i: torch.zeros_like(parameters[i]))
-        grads |= {p: total for p, total in zip(parameters, totals, strict=True) if total is not None}
+        if distribution.shares_sequence:  # sum over the group
+            terms = [gradients.get(p) for p in parameters]
+            totals = distribution.summed(terms, lambda i: torch.zeros_like(parameters[i]))
+            gradients |= {p: t for p, t in zip(parameters, totals, strict=True) if t is not None}
+        self.gradients_of_forward, self.d_initial = {**gradients, **others}, d_initial
 
-    def backward(
-        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+    def scaled(
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None], sums: Sequence[Sum]
     ) -> tuple[Gradients, list[Tensor | None]]:
-        states = len(d_final) - len(step.sums)
+        states, name = len(d_final) - len(sums), self.weights.name
         if any(d is not None for d in d_final[:states]):
             raise UserError(
-                f"under {self.name} gradients are computed before the final state's is known: detach the "
-                "final state"
+                f"under {name} gradients are computed before the final state's is known: detach the final "
+                "state"
             )
         if self.gradients_of_forward is None:
-            raise RuntimeError(f"under {self.name} a loss can be backpropagated only once")
+            raise RuntimeError(f"under {name} a loss can be backpropagated only once")
         scaled, unscaled, self.gradients_of_forward = Gradients(), self.gradients_of_forward, None
         scale = 0.0 if d_loss is None else float(d_loss) / self.factor
-        high, low = self.largest(scale, -scale)
+        high, low = self.weights.largest(scale, -scale)
         if high != -low:
             raise UserError(
                 f"the loss is multiplied by {-low:g} on one process and by {high:g} on another, but its "
                 "gradients are averaged already: give num_items_in_batch to the model instead"
             )
-        for sequence_sum, d in zip(step.sums, d_final[states:], strict=True):
+        for sequence_sum, d in zip(sums, d_final[states:], strict=True):
             assert sequence_sum.cotangent is not None
             expected = scale * sequence_sum.cotangent
             if not torch.allclose(
                 torch.zeros_like(expected) if d is None else d, expected, rtol=1e-4, atol=0
             ):
                 raise UserError(
-                    f"under {self.name} aux_loss has the factor that it has in the model's loss: "
-                    "backpropagate that loss, not aux_loss by itself or with another factor"
+                    f"under {name} aux_loss has the factor that it has in the model's loss: backpropagate "
+                    "that loss, not aux_loss by itself or with another factor"
                 )
         for p in list(unscaled):
             scaled.sums[p] = unscaled.pop(p).mul_(scale)
-        self.hand_over(scaled)
+        self.weights.hand_over(scaled)
         return scaled, [None if d is None else d * scale for d in self.d_initial]
 
 
-class FSDPAccess(GatheredAccess):
+def align_chunks(weights: Weights, batch: Batch, spec: EngineSpec) -> EngineSpec:
+    """Return the spec with the most chunks of any process: all gather weights per chunk.
+
+    Raises:
+        UserError: one process has more chunks than another's sequence can be divided into.
+    """
+    cuts = list(spec.cuts(batch.seqlen))
+    possible = sum(max(1, (stop - start) // spec.least) for start, stop in itertools.pairwise(cuts))
+    most_chunks, negative_limit = weights.largest(len(cuts) - 1, -possible)
+    if most_chunks > -negative_limit:
+        raise UserError(
+            f"one process has {most_chunks:.0f} chunks, and another's sequence can be divided into "
+            f"{-negative_limit:.0f} at most: give the processes sequences of more "
+            "similar lengths, or a larger chunk_size"
+        )
+    while len(cuts) - 1 < most_chunks:
+        size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))
+        cuts = sorted([*cuts, start + size // 2])
+    return dataclasses.replace(spec, cut_at=tuple(cuts[1:-1]))
+
+
+class FSDPWeights(GatheredWeights):
     """Weights that FSDP2 gathers."""
 
     name: ClassVar[str] = "fully_shard"
@@ -563,7 +567,7 @@ class FSDPAccess(GatheredAccess):
     def rest(self) -> None:
         reshard(self.model)
 
-    def gathered_parameters(self) -> set[Tensor]:
+    def running_parameters(self) -> set[Tensor]:
         return gathered_parameters(self.root)
 
     def run(self, call: Callable[[], T]) -> T:
@@ -573,18 +577,20 @@ class FSDPAccess(GatheredAccess):
         set_all_reduce(self.root, is_last)
         return call()
 
-    def gradients_of(
-        self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
-    ) -> dict[Tensor, Tensor]:
+    @contextlib.contextmanager
+    def collected(
+        self, parameters: Sequence[Tensor], has_work: bool = True
+    ) -> Iterator[dict[Tensor, Tensor]]:
         try:
-            by_parameter = gradients(self.root, parameters, run, has_work)
+            with collected_gradients(self.root, parameters, has_work) as by_parameter:
+                yield by_parameter
             refuse_gradients_left_out(self.root)
         finally:
             set_all_reduce(self.root, True)
-        return by_parameter
 
-    def begin_plain_call(self) -> None:
+    def begin_plain_call(self) -> dict[Tensor, Tensor]:
         reduce_at_once(self.root)
+        return {}
 
     def largest(self, *values: float) -> list[float]:
         return largest(self.model, *values)
@@ -598,8 +604,8 @@ class FSDPAccess(GatheredAccess):
         meshes = (set(p.device_mesh.mesh.flatten().tolist()) for p in dtensors(self.model))
         return UNDER_FSDP if any(len(members & mesh) > 1 for mesh in meshes) else None
 
-    def check(self, executor: Executor, has_backward: bool) -> None:
-        dtypes = self.gathered_precisions() | {executor.lowest_precision}
+    def refuse_precision(self, executor: Executor, has_backward: bool) -> None:
+        dtypes = {p.dtype for p in self.running_parameters()} | {executor.lowest_precision}
         if has_backward and (torch.float16 in dtypes or executor.autocast == (True, torch.float16)):
             raise UserError(
                 "float16 under fully_shard: gradients are computed before a GradScaler has scaled the "
@@ -607,30 +613,28 @@ class FSDPAccess(GatheredAccess):
             )
 
 
-class FSDPUnitAccess(ParameterAccess):
+class FSDPUnitWeights(Weights):
     """Weights of a model for which alone `fully_shard` was called: they are there for the time of a call."""
 
     name: ClassVar[str] = "fully_shard"
+    can_copy: ClassVar[bool] = False
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
         return bool(units(model)) and not uses_fsdp(model)
 
-    def can_copy(self) -> bool:
-        return False
-
 
 @full_float32()
 def _verify_stack(
-    access: GatheredAccess, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
+    weights: GatheredWeights, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
     """Compare the gradients of a few tokens computed by chunks with those of plain autograd.
 
     Raises:
         Refused: they differ, in this process or another.
     """
-    stack: Any = access.model
-    parameters = access.trained_parameters()
+    stack: Any = weights.model
+    parameters = trained_parameters(weights)
     names = [name for name, p in stack.named_parameters() if p.requires_grad]
     layers = {f"layers.{k}": layer for k, layer in enumerate(stack.layers)}
     ids = torch.arange(TOKENS, device=device)[None] % stack.config.vocab_size
@@ -640,11 +644,11 @@ def _verify_stack(
         return step_of(batch, EngineSpec(custom_layers.CHUNK_SIZE)).loss().loss
 
     def loss_by_autograd() -> Tensor:
-        return access.run(lambda: type(stack).forward(stack, ids, labels=ids).loss)
+        return weights.run(lambda: type(stack).forward(stack, ids, labels=ids).loss)
 
     def results(compute_loss: Callable[[], Tensor]) -> Results:
         with recorded_outputs(layers) as hidden_states:
-            loss, grads = access.loss_and_gradients(parameters, compute_loss)
+            loss, grads = weights.loss_and_gradients(parameters, compute_loss)
         by_name = {name: grads.get(p) for name, p in zip(names, parameters, strict=True)}
         return Results(by_name, loss, hidden_states=hidden_states)
 
@@ -653,15 +657,15 @@ def _verify_stack(
         with rounded:
             return results(loss_by_autograd)
 
-    limit = tolerance([*access.precisions()], device)
+    limit = tolerance([*precisions(weights)], device)
     trial = Trial(
-        f"a stack under {access.name}",
+        f"a stack under {weights.name}",
         custom_layers.CUSTOM_LAYER,
         lambda: results(loss_by_chunks),
         limit,
         each_gradient=limit != COARSE,
         named_parameters=stack.named_parameters,
         run_whole=run_whole if limit == COARSE else None,
-        largest_over_ranks=access.largest,
+        largest_over_ranks=weights.largest,
     )
     verify(trial, results(loss_by_autograd))

@@ -31,16 +31,17 @@ from adjoint.engine.budget import refuse_budget
 from adjoint.engine.custom_layers import PARTS
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.parameter_access import ContextFactory, ParameterAccess, Runs
-from adjoint.engine.stage import Embedding
+from adjoint.engine.stage import Embedding, Stage
+from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
+from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.collectives import all_gather_tokens, reduce_scatter_tokens, sum_over_ranks
 from adjoint.layers import MIXERS, Block, State
 from adjoint.layers.mixer import Mixer
 from adjoint.layers.mlp import GatedMLP
-from adjoint.layers.tensor_parallel import RowParallelLinear, Split, Splits, check_splits, share_of
+from adjoint.layers.weight_splits import RowParallelLinear, Split, Splits, check_splits, share_of
 from adjoint.loss import VocabularyShard
 from adjoint.parallel.agreement import digest, refuse_different_models
 
@@ -403,7 +404,7 @@ class SplitEmbeddingStage(Embedding):
             return table(x, self.whole_tokens), (), pullback
 
 
-class _Context(FunctionCtx):
+class _SharedRowsContext(FunctionCtx):
     """The attributes that `_SummedOverRanks` and `_FromFirstOwner` keep for their backward."""
 
     group: dist.ProcessGroup
@@ -415,14 +416,14 @@ class _SummedOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, group: dist.ProcessGroup, placements: Sequence[Placement], *tensors: Tensor
+        ctx: _SharedRowsContext, group: dist.ProcessGroup, placements: Sequence[Placement], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.placements = group, placements
         ctx.set_materialize_grads(False)
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SharedRowsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         totals = [None if d is None else d.clone() for d in gradients]  # others may read the originals
         _sum_shared_rows(zip(ctx.placements, totals, strict=True), ctx.group)
         return None, None, *totals
@@ -435,7 +436,7 @@ class _FromFirstOwner(torch.autograd.Function):
     forward = _SummedOverRanks.forward
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SharedRowsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         owned = (
             None if d is None else placement.without_repeats(d)
             for placement, d in zip(ctx.placements, gradients, strict=True)
@@ -475,29 +476,35 @@ def reads_windows(spec: EngineSpec) -> bool:
     return spec.backward.window is not None
 
 
-class TensorParallelAccess(ParameterAccess):
+class TensorParallelWeights(Weights):
     """Weights of a `Stack` of which this rank has a part; gradients of rows that ranks share are summed over
     these."""
 
     name: ClassVar[str] = "tensor parallelism"
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        root: nn.Module | None = None,
-        backward_context: ContextFactory = contextlib.nullcontext,
-    ) -> None:
-        super().__init__(model, root, backward_context)
+    def __init__(self, model: nn.Module | None = None, root: nn.Module | None = None) -> None:
+        super().__init__(model, root)
         self.split: TensorParallel = vars(self.model)["tensor_parallel"]
-        self.has_gradients = torch.is_grad_enabled()  # of the caller, as the step's forward runs without
-        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
         return isinstance(vars(model).get("tensor_parallel"), TensorParallel)
 
-    def plain_weights(self) -> dict[Tensor, Tensor]:
+    def begin_plain_call(self) -> dict[Tensor, Tensor]:
         return summed_over_ranks(self.split, self.model)
+
+    def sweep(self, backward_context: ContextFactory = contextlib.nullcontext) -> Sweep:
+        return TensorParallelSweep(self, backward_context)
+
+
+class TensorParallelSweep(Sweep):
+    """A step over `TensorParallelWeights`."""
+
+    def __init__(self, weights: TensorParallelWeights, backward_context: ContextFactory) -> None:
+        super().__init__(backward_context)
+        self.model, self.split = weights.model, weights.split
+        self.has_gradients = torch.is_grad_enabled()  # of the caller, as the step's forward runs without
+        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
 
     def begin(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
         """Refuse what split layers cannot do.
@@ -512,9 +519,16 @@ class TensorParallelAccess(ParameterAccess):
         refuse_different_models(modules, self.split.group, device, "ranks that split a stack")
         return spec
 
-    def verify(self, step: Runs) -> None:
+    def verify(
+        self,
+        stages: Sequence[Stage | None],
+        batch: Batch,
+        spec: EngineSpec,
+        width: int,
+        distribution: Distribution,
+    ) -> None:
         with _unsplit(block for block in self.model.modules() if isinstance(block, Block)):
-            super().verify(step)
+            super().verify(stages, batch, spec, width, distribution)
 
     def windows(self, widths: list[int]) -> list[int]:
         """Return the widest windows of the ranks, each of which knows the decays of its own heads."""
@@ -522,10 +536,6 @@ class TensorParallelAccess(ParameterAccess):
         dist.all_reduce(widest, dist.ReduceOp.MAX, group=self.split.group)
         return widest.tolist()
 
-    def backward(
-        self, step: Runs, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
-    ) -> tuple[Gradients, list[Tensor | None]]:
-        gradients, d_initial = step.run_backward(d_loss, d_final)
-        listed = [p for p in step.parameters if p.requires_grad]
+    def finish(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+        listed = [p for p in parameters if p.requires_grad]
         self.split.sum_shared((self.names[p], gradients.sums.get(p)) for p in listed)
-        return gradients, d_initial

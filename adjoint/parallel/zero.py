@@ -25,7 +25,7 @@ from adjoint.engine.executor import Executor
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
-from adjoint.parallel.fsdp import GatheredAccess
+from adjoint.parallel.fsdp import GatheredWeights
 
 T = TypeVar("T")
 # Attributes of modules in which DeepSpeed counts: they change with every call, and change no result.
@@ -387,11 +387,10 @@ def partitions_of(optimizer: ZeROOptimizer) -> GradientPartitions:
     return partitions
 
 
-class ZeROAccess(GatheredAccess):
+class ZeROWeights(GatheredWeights):
     """Weights that DeepSpeed's ZeRO-3 gathers, and whose gradients it reduces in the chunks' backwards."""
 
     name: ClassVar[str] = "DeepSpeed ZeRO-3"
-    hooks_modules: ClassVar[bool] = True
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
@@ -402,11 +401,8 @@ class ZeROAccess(GatheredAccess):
         """The optimizer of DeepSpeed that trains the model, or None."""
         return optimizer_of(self.root)
 
-    def gathered_parameters(self) -> set[Tensor]:
+    def running_parameters(self) -> set[Tensor]:
         return set(self.root.parameters())  # the same tensors, filled and emptied
-
-    def shape(self, parameter: Tensor) -> torch.Size:
-        return getattr(parameter, "ds_shape", parameter.shape)
 
     def abandon_call(self) -> None:
         offload = offload_of(self.root)
@@ -426,21 +422,21 @@ class ZeROAccess(GatheredAccess):
         return runner_of(self.root).backward(run)
 
     def backpropagate(self, loss: Tensor) -> None:
-        self.run_backward(lambda: super(ZeROAccess, self).backpropagate(loss), True)
+        self.run_backward(lambda: super(ZeROWeights, self).backpropagate(loss), True)
 
-    def gradients_of(
-        self, parameters: Sequence[Tensor], run: Callable[[], object], has_work: bool = True
-    ) -> dict[Tensor, Tensor]:
+    @contextlib.contextmanager
+    def collected(
+        self, parameters: Sequence[Tensor], has_work: bool = True
+    ) -> Iterator[dict[Tensor, Tensor]]:
         sums: dict[Tensor, Tensor] = {}
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(runner_of(self.root).entered())
             if self.optimizer is not None:
                 sums = contexts.enter_context(partitions_of(self.optimizer).collected())
-            run()
+            yield sums
         for p in parameters:
             if p.grad is not None:  # of parameters that the optimizer does not train
                 sums[p], p.grad = p.grad, None
-        return sums
 
     def loss_factor(self) -> float:
         """Return the factor that DeepSpeed gives the loss in float16, so that gradients have it in chunks."""
@@ -494,11 +490,11 @@ class ZeROAccess(GatheredAccess):
             "ZeRO-3 gathers each layer in all processes at once, and ranks of a group run chunks of their own"
         )
 
-    def check(self, executor: Executor, has_backward: bool) -> None:
+    def refuse_precision(self, executor: Executor, has_backward: bool) -> None:
         optimizer = self.optimizer if has_backward else None
         if optimizer is not None and (reason := why_no_gradients(self.root, optimizer)):
             raise UserError(f"{self.name}: {reason}")
-        dtypes = self.gathered_precisions() | {executor.lowest_precision}
+        dtypes = {p.dtype for p in self.running_parameters()} | {executor.lowest_precision}
         is_half = torch.float16 in dtypes or executor.autocast == (True, torch.float16)
         if has_backward and is_half and not is_scaled(self.optimizer):
             raise UserError(

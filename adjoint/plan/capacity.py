@@ -11,9 +11,9 @@ from typing import Any
 
 from adjoint.errors import UserError
 from adjoint.memory import size_text
-from adjoint.plan.host_weights import in_host_memory
-from adjoint.plan.memory import PARTS, Setup, layer_bytes, needs
+from adjoint.plan.host_traffic import in_host_memory
 from adjoint.plan.partition import named, partition
+from adjoint.plan.run_memory import PARTS, Setup, layer_bytes, needs
 
 LONGEST = 1 << 33  # tokens; no sequence is longer
 ANY_LINK = 1.0  # bytes per second: whether weights in host memory fit does not depend on it
@@ -163,7 +163,7 @@ class Fit:
         has_offload = "keep" in {field.name for field in dataclasses.fields(setup.method)}
         if has_offload and not setup.spec.storage.offload and setup.machine.kind == "cuda":
             # a budget is for keep="edges" alone
-            without_budget = {} if setup.method.memory is None else {"memory": None}
+            without_budget = {} if setup.method.storage.memory is None else {"memory": None}
             if self.with_method(keep="offload", **without_budget).spans():
                 remedies.append("--method.keep offload" + " --method.memory null" * bool(without_budget))
 

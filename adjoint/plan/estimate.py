@@ -22,15 +22,15 @@ from adjoint.engine import binomial
 from adjoint.engine.grid import Grid, Key, Tile
 from adjoint.engine.schedule import Send
 from adjoint.engine.tile import Gradients
-from adjoint.plan.host_weights import adding_seconds, copy_seconds
+from adjoint.plan.host_traffic import adding_seconds, copy_seconds
 from adjoint.plan.links import Links, Rates, rates_of
-from adjoint.plan.memory import Setup, owned_weights
-from adjoint.plan.model import EMBEDDING, HEAD
+from adjoint.plan.model_sizes import EMBEDDING, HEAD
 from adjoint.plan.roofline import least_seconds
 from adjoint.plan.rounds import RoundSimulator, seen_pairs, step_bytes
+from adjoint.plan.run_memory import Setup, owned_weights
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.plan.stage_memory import Conditions, example
-from adjoint.plan.tensor import bytes_per_token, collectives_of
+from adjoint.plan.tensor_rank import bytes_per_token, collectives_of
 from adjoint.stack import Stack
 from adjoint.train.gpus import Gpu
 from adjoint.train.machine import autocast
@@ -368,7 +368,7 @@ def collective_bytes(setup: Setup) -> int:
 
 def _with_all_states(setup: Setup) -> Setup:
     """Return the setup with the same chunks, whose states are all stored."""
-    if setup.method.checkpoints is None:
+    if setup.method.storage.checkpoints is None:
         return setup
     changes = {"checkpoints": None, "chunk_size": setup.spec.chunk_size}
     return dataclasses.replace(setup, method=dataclasses.replace(setup.method, **changes))

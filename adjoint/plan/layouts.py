@@ -14,8 +14,8 @@ from adjoint.memory import size_text
 from adjoint.plan.capacity import Fit
 from adjoint.plan.estimate import Costs, Estimate, estimate, reduced_bytes
 from adjoint.plan.links import Links, rates_of
-from adjoint.plan.memory import COUNTED_TILES, Setup, needs, weights
-from adjoint.plan.tensor import why_not_split
+from adjoint.plan.run_memory import COUNTED_TILES, Setup, needs, weights
+from adjoint.plan.tensor_rank import why_not_split
 from adjoint.train.layout import Layout
 
 MUCH_IDLE = 0.25  # of all devices' time

@@ -21,8 +21,8 @@ from typing import TypeVar
 import numpy as np
 
 from adjoint.engine.grid import Tile, TileKind
-from adjoint.plan.memory import Setup
-from adjoint.plan.model import HEAD
+from adjoint.plan.model_sizes import HEAD
+from adjoint.plan.run_memory import Setup
 from adjoint.plan.simulate import Span, Timeline
 
 Tokens = TypeVar("Tokens", int, np.ndarray)  # of one chunk, or of several

@@ -19,7 +19,7 @@ import torch
 
 from adjoint import releases
 from adjoint.cluster.devices import find
-from adjoint.cluster.transport import meet
+from adjoint.cluster.process_group import meet
 from adjoint.errors import UserError, install_command
 from adjoint.kernels import dispatch, trial
 from adjoint.kernels.checks import accumulate_dtype

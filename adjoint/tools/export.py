@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import (
     CharTokenizer,
     byte_tokenizer_files,
@@ -26,12 +25,13 @@ from adjoint.data.tokenizer import (
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, unfinished_path
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
+from adjoint.formats.checkpoint_files import read_trainer
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
-from adjoint.train.adapters import TIED, is_tied
 from adjoint.train.checkpoint import merged_model, write_file
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
+from adjoint.train.peft_adapters import TIED, is_tied
 from adjoint.train.pretrained import configuration
 from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
@@ -84,8 +84,8 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
 
     Args:
         folder: to write; or a file with the ending of one of `FILE_FORMATS`, for a model of its kind.
-        dtype: of the weights; None for that of the Hugging Face model that the run began with, or else of
-            the run.
+        dtype: of the weights; None for those that the tensors have in the model that the run began with, or
+            else of the run.
 
     Raises:
         UserError: the layout has no such model, or something is in the folder's place.
@@ -103,9 +103,11 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
                 "and this run trains a Stack; name a folder"
             )
         model = merged_model(checkpoint)
-        dtype = dtype or _dtype_of(source, trained["model"].get("trust_remote_code", False))
-        file_format.save(model, folder, _torch_dtype(dtype))
-        return f"{file_format.SUMMARY}, {model.num_parameters():,} parameters, {dtype or 'as in the run'}"
+        configured = _dtype_of(source, trained["model"].get("trust_remote_code", False))
+        cast_as_stored(model, Path(source), _torch_dtype(configured), _torch_dtype(dtype))
+        file_format.save(model, folder, None)
+        dtypes = _named_dtypes(model.state_dict())
+        return f"{file_format.SUMMARY}, {model.num_parameters():,} parameters, {dtypes}"
     config = checkpoint_config(checkpoint) if source is None else None
     reason = None if config is None else FORMATS[layout].why_not(config)
     if config is not None and reason is not None:
@@ -189,7 +191,7 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, trusted: bool, 
 
     Args:
         trusted: whether Python files of the folder may run.
-        dtype: of the weights; None for those that the folder's tensors have.
+        dtype: of the weights; None for those that the tensors have in the folder or file.
     """
     model = merged_model(checkpoint)
     configured = _dtype_of(source, trusted)
@@ -197,10 +199,7 @@ def _write_pretrained(work: Path, checkpoint: Path, source: str, trusted: bool, 
     file_format = file_format_of(source)
     if file_format is not None and (reason := file_format.why_no_folder(model.config)):
         raise UserError(f"--to: {reason}; write one, --to NAME{file_format.SUFFIX}")
-    if file_format is None:
-        cast_as_stored(model, Path(source), _torch_dtype(configured), _torch_dtype(dtype))
-    elif main_dtype is not None:
-        model.to(_torch_dtype(main_dtype))
+    cast_as_stored(model, Path(source), _torch_dtype(configured), _torch_dtype(dtype))
     model.save_pretrained(work)
     if main_dtype is not None:  # not that of the first parameter
         config_json = json.loads((work / "config.json").read_text(encoding="utf-8")) | {"dtype": main_dtype}

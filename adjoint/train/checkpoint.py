@@ -1,4 +1,5 @@
-"""Checkpoints are written, and loaded into a model and its optimizer; `adjoint.checkpoint` has their format.
+"""Checkpoints are written, and loaded into a model and its optimizer; their format is that of
+`adjoint.formats.checkpoint_files`.
 
 A checkpoint is written to a hidden folder beside its place, every file is flushed to the disk, the manifest
 goes in last, and one rename makes it appear. Whoever is killed at any moment therefore leaves the old
@@ -19,7 +20,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from adjoint.checkpoint import (
+from adjoint.errors import UserError
+from adjoint.files import disk_errors, flush
+from adjoint.formats.checkpoint_files import (
     FORMAT,
     MANIFEST,
     REMOVING,
@@ -35,11 +38,9 @@ from adjoint.checkpoint import (
     step_of,
     verify_checkpoint,
 )
-from adjoint.errors import UserError
-from adjoint.files import disk_errors, flush
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
-from adjoint.train.carried_state import STEM
+from adjoint.train.carry_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
 from adjoint.train.optimizer import parts_of
 
@@ -196,7 +197,7 @@ def trained_model(
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights, unless these are quantized."""
     from adjoint.hf.model_parts import base_of
-    from adjoint.train.adapters import merged
+    from adjoint.train.peft_adapters import merged
     from adjoint.train.pretrained import KEY, load
     from adjoint.train.quantization import described
 
@@ -217,7 +218,7 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
 
     Adapters on quantized weights are merged into the weights that the folder has or, if it is saved
     quantized, into those that the quantized ones stand for."""
-    from adjoint.train.adapters import adapted, merged
+    from adjoint.train.peft_adapters import adapted, merged
     from adjoint.train.pretrained import KEY, dequantized, unwrapped
     from adjoint.train.quantization import described
 

@@ -1,7 +1,8 @@
 """Configuration of a training run: the dataclasses behind YAML files and ``--section.key value`` flags.
 
 Every key is a field of a dataclass (a section of `Config`, or a method): its annotation says which values it
-takes, in YAML as on the command line, and its `option` has its help text.
+takes, in YAML as on the command line, and its `option` has its help text. Nothing here imports torch but what
+makes a model's section: `check_values` refuses all else in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
-from adjoint.data.batches import DataConfig
-from adjoint.data.tokenizer import tokenizer_in
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
-from adjoint.formats import file_kinds
 from adjoint.layers import StackConfig
 from adjoint.methods import METHODS, Method
 from adjoint.settings import (
@@ -46,6 +46,7 @@ from adjoint.train.places import file_values
 from adjoint.train.quantization import Quantization
 from adjoint.train.trackers import are_trackers
 
+Values = dict[str, Any]  # of keys
 Precision = Literal["auto", "float32", "bfloat16", "float64"]
 # Defaults that differ when fine-tuning a pretrained model.
 FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.0}
@@ -303,8 +304,8 @@ class ModelConfig(StackConfig):
 
     from_pretrained: str | None = option(
         None,
-        f"folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or {file_kinds()}; it "
-        "sets the sizes, and the method must be exact, truncated or backprop.",
+        "folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or an RWKV-7 file (.pth); "
+        "it sets the sizes, and the method must be exact, truncated or backprop.",
     )
     trust_remote_code: bool = option(
         False, "whether Python code that comes with model.from_pretrained may run: read it first."
@@ -339,19 +340,24 @@ class ModelConfig(StackConfig):
             raise UserError("model.offload: quantized weights stay on the GPU; leave model.quantization out")
 
 
+# Of a run from scratch, where they are not those of `StackConfig`.
+_D_MODEL, _N_LAYER = 128, 2
+_DEFAULT_METHOD = "exact"
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything a run needs. ``Config()`` equals ``configs/default.yaml``, small enough to learn something
     on two cores in minutes."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=128, n_layer=2))
-    method: Method = field(default_factory=METHODS["exact"])
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(d_model=_D_MODEL, n_layer=_N_LAYER))
+    method: Method = field(default_factory=METHODS[_DEFAULT_METHOD])
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
+    def to_dict(self) -> dict[str, Values]:
         """Nested plain values (numbers, strings, lists, None), complete: every key of this run."""
         method = {"name": self.method.name, **dataclasses.asdict(self.method)}
         return plain(dataclasses.asdict(self) | {"method": method})
@@ -371,6 +377,38 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         UserError: one line naming the flag, file or variable, what is wrong with it and what would be right.
         SystemExit: code 0, after ``--help``, ``--help-all`` or ``--print_config``.
     """
+    options, values, from_environment = _read_values(argv, prog)
+    if from_environment:
+        print(f"from the environment: {', '.join(from_environment)}", file=sys.stderr)
+    if values.get("run.name") is None:
+        values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
+    config = _build(values, weights=prog != "adjoint plan")
+    if options.print_config:
+        print(config.to_yaml(), end="")
+        raise SystemExit(0)
+    return config
+
+
+def check_values(argv: list[str], prog: str) -> None:
+    """Check all that `load_config` does, but for the model's section, which needs torch.
+
+    Raises:
+        UserError: as `load_config` does.
+    """
+    by_section = _by_section(_read_values(argv, prog)[1])
+    tuned = _fine_tuning(by_section["model"])
+    for section, values in by_section.items():
+        if section != "model":
+            _make_section(section, tuned.get(section, {}) | values)
+
+
+def _read_values(argv: list[str], prog: str) -> tuple[argparse.Namespace, Values, list[str]]:
+    """Return the options, the values of the keys in files, environment and flags, and what the environment
+    gives, as VARIABLE=text.
+
+    Raises:
+        UserError: there is no such flag, key or file, or a value does not fit its key.
+    """
     options, unknown = _parser(prog, "--help-all" in argv).parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -381,11 +419,8 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
         (name, value, file) for file in options.config for name, value in file_values(file, known_keys())
     ]
     entries += (from_environment := [each for each in _environment() if each[0] not in vars(options)])
-    if from_environment:
-        read = ", ".join(f"{variable}={text}" for _, text, variable in from_environment)
-        print(f"from the environment: {read}", file=sys.stderr)
     entries += [(name, text, None) for name, text in vars(options).items() if "." in name]
-    keys, values = known_keys(), dict[str, Any]()
+    keys, values = known_keys(), Values()
     for name, value, file in entries:
         origin = f"--{name}" if file is None else f"{file}: {name}"
         if name not in keys:
@@ -396,13 +431,7 @@ def load_config(argv: list[str], prog: str = "adjoint train") -> Config:
             default = keys[name].default
             example = "" if default is None else f"; its default is {json.dumps(default)}"
             raise UserError(f"{origin}: {error}{example}") from None
-    if values.get("run.name") is None:
-        values["run.name"] = Path(options.config[-1]).stem if options.config else "default"
-    config = _build(values, weights=prog != "adjoint plan")
-    if options.print_config:
-        print(config.to_yaml(), end="")
-        raise SystemExit(0)
-    return config
+    return options, values, [f"{variable}={text}" for _, text, variable in from_environment]
 
 
 def plain(value: Any) -> Any:
@@ -420,21 +449,29 @@ class Setting:
 
 
 @functools.cache
+def flags_of_keys() -> dict[str, str | int | None]:
+    """Map each flag of `load_config` to the number of its values, as argparse's `nargs` has it."""
+    actions = _parser("adjoint train")._actions
+    return {flag: action.nargs for action in actions for flag in action.option_strings}
+
+
+@functools.cache
 def known_keys() -> dict[str, Setting]:
     """Map the dotted name of each configuration key to its setting."""
     keys: dict[str, Setting] = {}
-    for section, value in vars(Config()).items():
-        section_keys = _method_keys() if section == "method" else _keys_of(type(value), value)
+    for section, cls in hints_of(Config).items():
+        defaults = {"d_model": _D_MODEL, "n_layer": _N_LAYER} if section == "model" else {}
+        section_keys = _method_keys() if section == "method" else _keys_of(cls, defaults)
         keys |= {f"{section}.{name}": key for name, key in section_keys.items()}
     return keys
 
 
 def _method_keys() -> dict[str, Setting]:
     """Return the keys of all methods together."""
-    keys = {"name": Setting(Literal[tuple(METHODS)], Config().method.name, "how the gradient is computed")}
+    keys = {"name": Setting(Literal[tuple(METHODS)], _DEFAULT_METHOD, "how the gradient is computed")}
     takers: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
-        for name, key in _keys_of(cls, None).items():
+        for name, key in _keys_of(cls).items():
             first = keys.get(name, key)
             takers.setdefault(name, []).append(method)
             keys[name] = Setting(first.hint | key.hint | None, None, first.help or key.help)
@@ -444,15 +481,21 @@ def _method_keys() -> dict[str, Setting]:
     return keys
 
 
-def _keys_of(cls: type, defaults: object) -> dict[str, Setting]:
-    """Return the fields of a dataclass and of nested dataclasses as settings."""
+def _keys_of(cls: type, changed: Mapping[str, int] = MappingProxyType({})) -> dict[str, Setting]:
+    """Return the fields of a dataclass and of nested dataclasses as settings.
+
+    Args:
+        changed: defaults that take the place of the fields' own.
+    """
     keys, helps = dict[str, Setting](), helps_of(cls)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)} | dict(changed)
     for name, hint in hints_of(cls).items():
         inner = next((t for t in get_args(hint) if isinstance(t, type) and dataclasses.is_dataclass(t)), None)
         if inner is None:
-            keys[name] = Setting(hint, getattr(defaults, name, None), helps.get(name, ""))
+            default = None if defaults[name] is dataclasses.MISSING else defaults[name]
+            keys[name] = Setting(hint, default, helps.get(name, ""))
         else:
-            keys |= {f"{name}.{key}": value for key, value in _keys_of(inner, inner()).items()}
+            keys |= {f"{name}.{key}": value for key, value in _keys_of(inner).items()}
     return keys
 
 
@@ -488,9 +531,9 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
     parser.add_argument(
         "--print_config", action="store_true", default=False, help="print all keys as YAML and exit"
     )
-    about = {section: inspect.getdoc(type(value)) or "" for section, value in vars(Config()).items()}
+    about = {section: inspect.getdoc(cls) or "" for section, cls in hints_of(Config).items()}
     about["method"] = "How the gradient is computed. null is the method's own default."
-    groups: dict[str, Any] = {
+    groups: Values = {
         section: parser.add_argument_group(section, " ".join(text.partition("\n\n")[0].split()))
         for section, text in about.items()
         if show_all
@@ -501,7 +544,7 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
         about_key = re.sub(r"\bNone\b", "null", key.help)  # the help is of Python's classes too
         text = f"{about_key} ({in_words(key.hint)}; default: {json.dumps(key.default)})".replace("%", "%%")
         group = first if name in _FIRST_KEYS else groups.get(name.partition(".")[0], parser)
-        options: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": text}
+        options: Values = {"dest": name, "metavar": "VALUE", "help": text}
         if group is parser:
             options["help"] = argparse.SUPPRESS
         if name == "run.resume":
@@ -514,20 +557,20 @@ def _parser(prog: str, show_all: bool = False) -> Flags:
 def _environment() -> Iterator[tuple[str, str, str]]:
     """Yield the dotted key, value and name of each environment variable ADJOINT_SECTION__KEY."""
     spelled = {name.lower(): name for name in known_keys()}
-    pattern = re.compile(f"ADJOINT_(.*__|({'|'.join(vars(Config()))})_)", re.IGNORECASE)
+    pattern = re.compile(f"ADJOINT_(.*__|({'|'.join(hints_of(Config))})_)", re.IGNORECASE)
     for variable, text in sorted(os.environ.items()):
         if pattern.match(variable):
             name = variable.removeprefix("ADJOINT_").replace("__", ".").lower()
             yield spelled.get(name, name), text, variable
 
 
-def _pretrained(default: ModelConfig, settings: dict[str, Any]) -> ModelConfig:
+def _pretrained(default: ModelConfig, settings: Values) -> ModelConfig:
     """Return the sizes of a Hugging Face model; sizes that are also given must agree with them."""
     from adjoint.train.pretrained import sizes
 
     keys = ("from_pretrained", "lora", "offload", "quantization", "trust_remote_code")
     ours = {key: settings.pop(key) for key in keys if key in settings}
-    model_sizes: dict[str, Any] = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
+    model_sizes: Values = sizes(ours["from_pretrained"], ours.get("trust_remote_code", False))
     for key, value in settings.items():
         if value != model_sizes.get(key, getattr(default, key)):
             raise UserError(f"model.{key}: model.from_pretrained has its own; leave {value} out")
@@ -538,7 +581,7 @@ def _unknown(name: str, origin: str) -> UserError:
     return unknown_key(name, origin, known_keys())
 
 
-def _method(name: str, settings: dict[str, Any]) -> Method:
+def _method(name: str, settings: Values) -> Method:
     """Return the method of `adjoint.methods` with the given arguments; None keeps the method's default."""
     fields = {method: {f.name: f.default for f in dataclasses.fields(cls)} for method, cls in METHODS.items()}
     arguments = {key: value for key, value in settings.items() if value is not None}
@@ -559,35 +602,54 @@ def _method(name: str, settings: dict[str, Any]) -> Method:
         raise UserError(f"method ({name}): {error}") from error
 
 
-def _build(values: dict[str, Any], weights: bool = True) -> Config:
-    """Return the configuration with the given dotted keys; all others have their defaults. `weights`: whether
-    to download the weights of a model on the hub."""
-    defaults = vars(Config())
-    by_section: dict[str, dict[str, Any]] = {section: {} for section in defaults}
+def _by_section(values: Values) -> dict[str, Values]:
+    """Return values by section and key, from values by dotted name."""
+    by_section: dict[str, Values] = {section: {} for section in hints_of(Config)}
     for key, value in values.items():
         section, *outer, name = key.split(".")
         inner = by_section[section].setdefault(outer[0], {}) if outer else by_section[section]
         inner[name] = value
-    sections, tuned = dict[str, Any](), dict[str, dict[str, Any]]()
+    return by_section
+
+
+def _fine_tuning(model: Values) -> dict[str, Values]:
+    """Return the defaults by section that are others with these values of the model's keys."""
+    if model.get("from_pretrained") is None:
+        return {}
+    return {"training": FINE_TUNING | ({"lr": 2e-4} if "lora" in model else {})}
+
+
+def _make_section(section: str, values: Values) -> Any:
+    """Return a section with the given values; all others are the default's.
+
+    Raises:
+        UserError: values do not go together.
+    """
+    default = Config.__dataclass_fields__[section].default_factory()  # type: ignore[operator]
+    try:
+        if section == "method":
+            return _method(values.pop("name", default.name), values)
+        if section == "model" and values.get("from_pretrained") is not None:
+            return _pretrained(default, values)
+        return dataclasses.replace(default, **values)
+    except ValueError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(section) else f"{section}: {text}") from error
+
+
+def _build(values: Values, weights: bool = True) -> Config:
+    """Return the configuration with the given dotted keys; all others have their defaults. `weights`: whether
+    to download the weights of a model on the hub."""
+    by_section = _by_section(values)
+    tuned = _fine_tuning(by_section["model"])
     if (directory := by_section["model"].get("from_pretrained")) is not None:
+        from adjoint.data.tokenizer import tokenizer_in
         from adjoint.train.pretrained import folder_of
 
         directory = by_section["model"]["from_pretrained"] = folder_of(directory, weights)
-        lora = {"lr": 2e-4} if "lora" in by_section["model"] else {}
-        tuned = {"training": FINE_TUNING | lora, "data": {"tokenizer": tokenizer_in(directory)}}
-    for section, default in defaults.items():
-        try:
-            if section == "method":
-                sections[section] = _method(
-                    by_section[section].pop("name", default.name), by_section[section]
-                )
-            elif section == "model" and directory is not None:
-                sections[section] = _pretrained(default, by_section[section])
-            else:
-                sections[section] = dataclasses.replace(
-                    default, **tuned.get(section, {}) | by_section[section]
-                )
-        except ValueError as error:
-            text = str(error)
-            raise UserError(text if text.startswith(section) else f"{section}: {text}") from error
+        tuned["data"] = {"tokenizer": tokenizer_in(directory)}
+    sections = {
+        section: _make_section(section, tuned.get(section, {}) | values)
+        for section, values in by_section.items()
+    }
     return Config(**sections)

@@ -131,8 +131,10 @@ def unknown_key(name: str, origin: str, keys: Collection[str]) -> UserError:
     Args:
         origin: the flag, file or variable that has it.
     """
-    guess = FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, keys)
-    suggestion = f"; did you mean {guess}?" if guess in keys else f"; {guess}" * bool(guess)
+    sections = {key.partition(".")[0] for key in keys} if not origin.startswith("-") else set[str]()
+    section = difflib.get_close_matches(name, sections, n=1, cutoff=0.8)  # in a file, `trainingg:`
+    guess = section[0] if section else FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, keys)
+    suggestion = f"; did you mean {guess}?" if guess in {*keys, *sections} else f"; {guess}" * bool(guess)
     return UserError(f"{origin}: unknown key {name}{suggestion} (--help-all lists all keys)")
 
 

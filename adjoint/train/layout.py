@@ -1,24 +1,20 @@
-"""Distribution of a run over workers, and checks of settings that it excludes."""
+"""Distribution of a run over workers, and checks of settings that it excludes; made without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from adjoint.engine.chunk_size import at_most
 from adjoint.errors import UserError
-from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.methods import Method
 from adjoint.settings import NotNegative, Positive, check_fields
 
 
-class CutModel(Protocol):
-    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
+class LayeredModel(Protocol):
+    """A `StackConfig`, or `engine.worker_rules.CutModel`, which imports torch."""
 
     @property
     def n_layer(self) -> int: ...
-    @property
-    def costs(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -161,6 +157,8 @@ class Layout:
     def at_most(self, chunk_size: int, seqlen: int) -> int:
         """Return the tokens of a chunk, fewer where else some worker of a sequence would not have two of
         them."""
+        from adjoint.engine.chunk_size import at_most
+
         return at_most(chunk_size, seqlen, self.sequence)
 
     def chunk_size(self, method: Method, seqlen: int, default: int) -> int:
@@ -169,9 +167,11 @@ class Layout:
 
     # ------------------------------------------------------------------------------ what does not go together
 
-    def check(self, model: StackConfig | CutModel, method: Method) -> None:
+    def check(self, model: LayeredModel, method: Method) -> None:
         """Raise a UserError where a model (a StackConfig, or what is known of a pretrained one) or a method
         cannot be spread so."""
+        from adjoint.layers import MIXERS, Mixer
+
         if self.shards > model.n_layer:
             raise UserError(
                 f"cluster.shards: {self.shards} shards for {model.n_layer} layers; each needs one"
@@ -207,7 +207,7 @@ class Layout:
             raise UserError(
                 'cluster.sequence: window "auto" needs the whole sequence in one place; give a number'
             )
-        if method.checkpoints is not None:
+        if method.storage.checkpoints is not None:
             raise UserError(
                 "cluster.sequence: method.checkpoints computes states again from chunks before them, which "
                 "other workers have; leave it out: each worker stores the states before its own chunks alone"
@@ -219,7 +219,7 @@ class Layout:
             return
         if self.helpers:
             raise UserError("cluster.helpers: do not work with cluster.tensor; leave one of them out")
-        if method.memory is not None:
+        if method.storage.memory is not None:
             raise UserError(
                 "method.memory: ranks that split weights must keep the same chunks, and each measures its "
                 "own memory; leave it out"
@@ -254,7 +254,7 @@ class Layout:
         """Raise a UserError for what only one process can do."""
         if training.optimizer_in_backward:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")
-        if method.memory is not None:
+        if method.storage.memory is not None:
             raise UserError("method.memory: works in one process only; leave it out")
         if training.carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(

@@ -85,9 +85,27 @@ def is_local_model(name: str) -> bool:
     return Path(name).expanduser().exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)
 
 
+def not_on_hub(name: str, key: str, error: Exception) -> UserError:
+    """Return the error of a model's name that the Hugging Face hub refuses; `key` is what it was given as."""
+    said = " ".join(str(error).split())
+    return UserError(f"{key}: there is no folder {name}, and the Hugging Face hub says: {said}")
+
+
+def check_hub_name(name: str, key: str) -> None:
+    """Raise a UserError for a name that no model of the Hugging Face hub can have, without asking the hub."""
+    try:
+        from huggingface_hub.utils._validators import validate_repo_id
+    except ImportError:
+        return  # which the command says
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise not_on_hub(name, key, error) from None
+
+
 def no_configuration(place: str, key: str) -> UserError:
-    """Return the error of a folder without a model; `key` is what it was given as."""
+    """Return the error of a place without a model; `key` is what it was given as."""
+    fault = f"{place} has no config.json" if Path(place).expanduser().exists() else f"there is no {place}"
     return UserError(
-        f"{key}: {place} has no config.json; name a folder that save_pretrained wrote, or a model of "
-        "the Hugging Face hub"
+        f"{key}: {fault}; name a folder that save_pretrained wrote, or a model of the Hugging Face hub"
     )

@@ -22,13 +22,13 @@ from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
 from adjoint.hf.transformers_api import distributed_config_class, transformers_logging
-from adjoint.hf.trial_copy import example_tokens
+from adjoint.hf.verify.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
 from adjoint.methods import Method
 from adjoint.train import quantization as quantized
-from adjoint.train.adapters import LoraSettings, adapted
-from adjoint.train.places import is_local_model, no_configuration
+from adjoint.train.peft_adapters import LoraSettings, adapted
+from adjoint.train.places import is_local_model, no_configuration, not_on_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,8 +61,7 @@ def folder_of(name: str, weights: bool = True, key: str = KEY) -> str:
         if weights and not any(Path(folder).glob(_WEIGHTS[0])):
             folder = snapshot_download(name, allow_patterns=[*_BESIDE, *_WEIGHTS])
     except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"{key}: there is no folder {name}, and the Hugging Face hub says: {said}") from None
+        raise not_on_hub(name, key, error) from None
     return folder
 
 

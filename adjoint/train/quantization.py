@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from adjoint.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ def transformers_config(quantization: str) -> BitsAndBytesConfig:
     Raises:
         UserError: bitsandbytes is not installed.
     """
+    import torch
     from transformers import BitsAndBytesConfig
 
     _require_bitsandbytes(f"{KEY}: {quantization}")

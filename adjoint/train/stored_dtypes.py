@@ -1,4 +1,4 @@
-"""Dtypes of the tensors in a Hugging Face folder, which an export of a model trained in float32 keeps."""
+"""Dtypes of tensors in a model's folder or file, which an export of the model trained in float32 keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from adjoint.formats import file_format_of
 from adjoint.hf.model_parts import original_class
 from adjoint.hf.transformers_api import empty_model, loaded_names
 from adjoint.train.unloaded import tensor_files
@@ -24,26 +25,30 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def cast_as_stored(
-    model: PreTrainedModel, folder: Path, configured: torch.dtype | None, dtype: torch.dtype | None = None
+    model: PreTrainedModel, place: Path, configured: torch.dtype | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Cast a model in float32, in place, to the dtypes that its tensors have in the folder it is from.
+    """Cast a model in float32, in place, to the dtypes that its tensors have in the place it is from.
 
     A tensor that transformers itself loads in float32, such as a router's bias, stays float32. One that it
     makes of several, such as all experts' matrices, has the widest of their dtypes. A tensor without a
-    counterpart gets the dtype that most of the folder's weights have.
+    counterpart gets the dtype that most of the place's weights have.
 
     Args:
+        place: a folder of transformers, or a file of one of `FILE_FORMATS`.
         configured: the dtype that the folder's config.json names, for weights that are quantized.
-        dtype: in place of the dtype that most of the folder's weights have; where both are of 16 bits,
-            tensors that are float32 in the folder stay so. None keeps all dtypes.
+        dtype: in place of the dtype that most of the weights have; where both are of 16 bits, tensors that
+            are float32 in the place stay so. None keeps all dtypes.
     """
-    stored = stored_dtypes(folder)
+    file_format = file_format_of(place)
+    stored = _stored_in_folder(place) if file_format is None else file_format.stored_dtypes(place)
     usual = _usual_dtype(stored.values()) or configured or torch.float32
     default = dtype or usual
     sources: dict[str, set[torch.dtype | None]] = collections.defaultdict(set)
-    for stored_name, name in loaded_names(model, stored).items():
+    loaded = loaded_names(model, stored) if file_format is None else {name: name for name in stored}
+    for stored_name, name in loaded.items():
         sources[name].add(stored[stored_name][0])
-    in_float32 = float32_names(model, default)
+    halves = [default, *(kind for kind, _ in stored.values())]  # few of a folder's weights may be in 16 bits
+    in_float32 = float32_names(model, next((kind for kind in halves if kind in HALF), default))
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if t.is_floating_point()}
     targets: dict[int, torch.dtype] = {}
     for name, tensor in tensors.items():
@@ -75,7 +80,7 @@ def _embeddings(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
     return [] if head is None or table is None else [(head, table), (table, head)]
 
 
-def stored_dtypes(folder: Path) -> dict[str, tuple[torch.dtype | None, int]]:
+def _stored_in_folder(folder: Path) -> dict[str, tuple[torch.dtype | None, int]]:
     """Map the names of a folder's tensors to dtype and size; the dtype is None where they are quantized."""
     from safetensors import safe_open
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from adjoint.errors import UserError, why_not_imported
-from adjoint.train.dependencies import ConfigDict
 from adjoint.train.metrics import MetricsRow
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class Trackers:
     TensorBoard drops what was reported after `step`. Raises UserError if a package is not installed.
     """
 
-    def __init__(self, names: str, path: Path, step: int, config: ConfigDict) -> None:
+    def __init__(self, names: str, path: Path, step: int, config: Mapping[str, Mapping[str, object]]) -> None:
         modules = {name: _imported(name) for name in names.split(",") if name != "none"}
         self._log: list[Callable[..., object]] = []  # each called with (values, step=)
         self._close: list[Callable[[], object]] = []

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from adjoint.batch import IGNORE_INDEX, labelled
-from adjoint.checkpoint import (
+from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
+from adjoint.data.masking import EVALUATION, TRAINING, Masking
+from adjoint.data.tokenizer import Tokenizer, describe_boundaries
+from adjoint.engine.generators import set_torch_states, torch_states
+from adjoint.errors import UserError
+from adjoint.files import write_atomically
+from adjoint.formats.checkpoint_files import (
     FileEntry,
     StoredTensors,
     TrainerState,
@@ -26,18 +32,12 @@ from adjoint.checkpoint import (
     set_aside_after,
     step_of,
 )
-from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
-from adjoint.data.masking import EVALUATION, TRAINING, Masking
-from adjoint.data.tokenizer import Tokenizer, describe_boundaries
-from adjoint.engine.generators import set_torch_states, torch_states
-from adjoint.errors import UserError
-from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
 from adjoint.parallel.split_tensors import local
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
-from adjoint.train.carried_state import STEM, Carried
+from adjoint.train.carry_state import STEM, Carried
 from adjoint.train.checkpoint import (
     changed_keys,
     load_checkpoint,
@@ -46,9 +46,9 @@ from adjoint.train.checkpoint import (
 )
 from adjoint.train.config import Config, TrainingConfig
 from adjoint.train.gpus import peak_flops
+from adjoint.train.language_model import LanguageModel, OutputWithLoss, model_class
 from adjoint.train.machine import StopRequest, autocast, terminal_bar
 from adjoint.train.metrics import MetricsRow
-from adjoint.train.model import LanguageModel, OutputWithLoss, model_class
 from adjoint.train.optimizer import SteppedInBackward, learning_rate, make_optimizer, take_step
 from adjoint.train.plots import plot_losses
 from adjoint.train.quantization import described
@@ -144,7 +144,7 @@ class Trainer:
         trace = self.folder.path / "trace.json"
         with (
             StopRequest() as stop,
-            _Progress(self.step, self.settings) as progress,
+            _StepProgress(self.step, self.settings) as progress,
             machine.recorded(trace, self.settings.profile) as recording,
             contextlib.ExitStack() as at_end,
         ):
@@ -507,9 +507,14 @@ class Trainer:
             f"{settings.lowest:g}, warm-up {settings.warmup} steps), weight decay {settings.weight_decay:g}",
             flush=True,
         )
+        if settings.warmup > settings.steps:
+            print(
+                f"note: the run ends within its warm-up, below training.lr: set --training.warmup_steps 0 to "
+                f"{settings.steps}"
+            )
         pretrained, lora = self.config.model.from_pretrained, self.config.model.lora
         if lora is not None:
-            from adjoint.train.adapters import tied_modules
+            from adjoint.train.peft_adapters import tied_modules
 
             trained = sum(p.numel() for p in self.model.module.parameters() if p.requires_grad)
             stored = f", quantized ({kind})" if (kind := described(self.model.module.config)) else ""
@@ -541,14 +546,14 @@ class Trainer:
             print(f"note: all {settings.steps} steps are done; raise training.steps to continue")
 
 
-class _Progress:
+class _StepProgress:
     """A bar on a terminal; elsewhere one line on stdout every ``log_every`` steps."""
 
     def __init__(self, step: int, settings: TrainingConfig) -> None:
         self.first, self.settings, self.started = step, settings, time.monotonic()
         self.bar = terminal_bar(settings.steps, "step", initial=step, smoothing=0.1)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _StepProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:

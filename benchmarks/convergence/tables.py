@@ -37,29 +37,28 @@ def provenance(result: Row) -> str:
 
 
 def columns(result: Row, task: str) -> tuple[list[str], list[list[str]]]:
-    """(headings, lines of cells) of one task's table: medians, in brackets the range over the seeds."""
+    """(headings, lines of cells) of one task's table: medians, and the range of gaps over the seeds."""
     rows = [row for row in result["rows"] if row["task"] == task]
     keys = {key for row in rows for key in row}
     distances = sorted(int(match[1]) for key in keys if (match := re.fullmatch(r"accuracy_(\d+)", key)))
-    heads = ["method", "held-out loss", "gap to Backprop", "curves apart, 10 steps", "all steps"]
-    heads += ["half learned at step"] * bool(distances) + [f"at {d}" for d in distances]
+    heads = ["method", "held-out loss", "gap to Backprop", "curves apart, 10 steps"]
+    heads += ["half learned at step", "right at the worst distance"] if distances else []
     curves = {curve["method"]: curve for curve in curves_of(result, task)}
     before = before_training(result, task)
-    lines = [["before", *"–––––", *(f"{before[d]:.0%}" for d in distances)]] if before else []
+    lines = [["before", *"––––", f"{min(before.values()):.0%}"]] if before else []
     for row in rows:
         if not row["seeds"]:
             lines.append([label(row["method"]), row["note"]] + [""] * (len(heads) - 2))
             continue
-        cells = [label(row["method"]), ranged(row, "held_out", ".3f")]
+        cells = [label(row["method"]), signed(row["held_out"], ".3f")]
         if "gap" in row and row["method"] != "backprop":
-            cells.append(ranged(row, "gap", "+.3f"))
-            cells += [f"{row['curve_distance_first']:.1g}", f"{row['curve_distance']:.1g}"]
+            cells += [ranged(row, "gap", "+.3f"), f"{row['curve_distance_first']:.1g}"]
         else:
-            cells += ["–", "–", "–"]
+            cells += ["–", "–"]
         if distances:
             cells.append(steps_text(half_learned(result, curves[row["method"]])))
-        accuracies = (row.get(f"accuracy_{d}") for d in distances)
-        lines.append(cells + ["" if value is None else f"{value:.0%}" for value in accuracies])
+            cells.append(f"{min(row[f'accuracy_{d}'] for d in distances):.0%}")
+        lines.append(cells)
     return heads, lines
 
 

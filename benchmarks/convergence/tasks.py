@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
 
 ALPHABET = 16

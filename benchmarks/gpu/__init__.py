@@ -1,1 +1,1 @@
-"""What a GPU's first half hour has to say (see `command`)."""
+"""A GPU, validated: `python -m benchmarks.gpu` (see `command`)."""

@@ -1,4 +1,4 @@
-"""One command for a GPU's first half hour: `python -m benchmarks.gpu` (see `command`, and docs/gpu.md)."""
+"""A GPU, validated: `python -m benchmarks.gpu` (see `command`, and docs/gpu.md)."""
 
 from benchmarks.gpu.command import Gpu
 

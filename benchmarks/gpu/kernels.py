@@ -1,4 +1,4 @@
-"""Kernels on one GPU: values of those that training runs, and times beside other libraries'.
+"""Kernels on one GPU: the values of those that training runs.
 
 No operation may fall back to plain PyTorch here: `required` raises where a user would be warned.
 """
@@ -6,7 +6,6 @@ No operation may fall back to plain PyTorch here: `required` raises where a user
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 import warnings
 
@@ -17,11 +16,10 @@ from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import registered
 from adjoint.tools.measure.process import Point
 from benchmarks.kernels.contenders import CONTENDERS
-from benchmarks.kernels.measure import LIMITS, checked, time_contender
+from benchmarks.kernels.measure import LIMITS, checked
 from benchmarks.kernels.operations import OPS, answer
 
 WIDENED = ("linear_scan", "dense_scan")  # their inputs are float32 at least, whatever the model's
-REPEAT_S = 0.2  # how long a pass is repeated
 
 
 def fast_backend(device: str) -> str:
@@ -95,26 +93,3 @@ def _worst(errors: dict[str, float], limit: float) -> Point:
     worst = max(errors, key=errors.__getitem__)
     return {"worst": worst, "worst_error": errors[worst], "limit": limit, "passed": errors[worst] <= limit,
             "errors": errors}  # fmt: skip
-
-
-def times(point: Point) -> Point:
-    """Milliseconds of an operation by one contender, medians: forward as when nothing follows it, and forward
-    and backward of a training step; and the most memory that they took besides the inputs. Values are not
-    compared: ours are in `values`, others' in `benchmarks.kernels`."""
-    device, op = point["device"], point["op"]
-    contender, operation = CONTENDERS[op][point["contender"]], operation_of(op)
-    absent = contender.missing()
-    if absent:
-        return {"missing": f"{absent} is not installed"}
-    if device.partition(":")[0] not in contender.devices:
-        return {"missing": "it takes CUDA tensors only"}
-    backend = None
-    if contender.ours and operation is not None:
-        required(operation, device, getattr(torch, point["dtype"]))
-        # our own kernels by name: where a library is installed, it would be timed in their place
-        backend = fast_backend(device)
-    timings = time_contender({**point, "file": None, "repeat_s": REPEAT_S, "backend": backend})
-    medians = {
-        f"{name}_ms": 1e3 * statistics.median(timings[name]) for name in ("forward", "backward", "both")
-    }
-    return {**medians, "runs": len(timings["both"]), "peak_bytes": timings["peak_bytes"]}

@@ -11,15 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import torch
-
 from adjoint.tools.measure import process
 from adjoint.tools.measure.process import ROOT, Point
-from benchmarks.gpu import kernels, model
-from benchmarks.gpu.step import MARGIN_S, step
+from benchmarks.gpu import kernels
 from benchmarks.gpu.wrapped import wrapped
-from benchmarks.kernels import roof
 
+MARGIN_S = 3  # seconds before its deadline at which the run of the tests is ended
 MOST_S = 3600  # for the tests, where there is no limit
 PROCESSES = 4  # of the tests, where pytest-xdist is installed
 
@@ -27,13 +24,8 @@ PROCESSES = 4  # of the tests, where pytest-xdist is installed
 def measure(point: Point) -> Point:
     """The point's result."""
     kinds: dict[str, Callable[[Point], Point]] = {
-        "roof": lambda p: dict(roof.measure(p["device"], getattr(torch, p["dtype"]))),
         "trial": kernels.tried,
         "values": kernels.values,
-        "times": kernels.times,
-        "tile": model.tile,
-        "compared": model.compared,
-        "step": step,
         "wrapped": wrapped,
         "tests": gpu_tests,
     }

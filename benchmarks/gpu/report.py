@@ -23,7 +23,8 @@ MEMORY = "× memory", "memory_ratio", ".2f", 1.0
 COLUMNS: dict[str, tuple[tuple[str, str, str, float], ...]] = {
     "cuda": (
         ("s per step", "step_s", ".3g", 1.0),
-        ("steps", "steps", ",", 1),
+        ("s of the GPU", "gpu_s", ".3g", 1.0),
+        ("its operations", "operations", ",", 1),
         ("× time", "time_ratio", ".2f", 1.0),
         ("allocated, GiB", "memory_bytes", ",.2f", GIB),
         MEMORY,

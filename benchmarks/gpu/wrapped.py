@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import logging
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from adjoint.tools.measure.passes import typical
+from adjoint.tools.measure.passes import Passes, typical
 from adjoint.tools.measure.process import Point
 from benchmarks import steps
 from benchmarks.gpu.kernels import required
@@ -90,7 +92,8 @@ def kernels_of(point: Point) -> Point:
 
 
 def wrapped(point: Point) -> Point:
-    """Measure a step, forward and backward: seconds, bytes at the peak, loss and norm of the gradient.
+    """Measure a step, forward and backward: seconds, bytes at the peak, loss and norm of the gradient, and on
+    a GPU what it does in a step.
 
     Raises:
         RuntimeError: a package imports and transformers does not use it, or one of our operations runs in
@@ -108,7 +111,9 @@ def wrapped(point: Point) -> Point:
     complaints, logger = Complaints(), logging.getLogger(HUB)
     logger.addHandler(complaints)
     try:
-        measurement = steps.measure({**point, "above": "imports", "repeat_s": REPEAT_S, "least": LEAST})
+        measurement = steps.measure(
+            {**point, "above": "imports", "repeat_s": REPEAT_S, "least": LEAST}, work_of_the_gpu
+        )
     finally:
         logger.removeHandler(complaints)
     is_plain = "class" in point["model"] and "method" not in point["way"]
@@ -119,3 +124,24 @@ def wrapped(point: Point) -> Point:
     step_s = typical(seconds)
     rates = {"step_s": step_s, "steps": len(seconds), "tokens_per_second": point["length"] / step_s}
     return used | measurement | rates
+
+
+def work_of_the_gpu(passes: Passes, ids: torch.Tensor) -> Point:
+    """Return the seconds that a GPU computes in a step, and its operations: kernels, copies and fills.
+
+    A step that takes much longer than the GPU computes waits for the host, which queues each operation on its
+    own and takes the same time for a chunk of any length.
+    """
+    if not ids.is_cuda:
+        return {}
+    passes.model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        passes.loss(ids).backward()
+        torch.cuda.synchronize()
+    assert record.profiler is not None and record.profiler.kineto_results is not None
+    # PyTorch's own summary makes an object of each of several ten thousand events
+    events = record.profiler.kineto_results.events()
+    nanoseconds = [event.duration_ns() for event in events if "CUDA" in str(event.device_type())]
+    return {"gpu_s": sum(nanoseconds) / 1e9, "operations": len(nanoseconds)}

@@ -20,8 +20,7 @@ import argparse
 import dataclasses
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -36,7 +35,6 @@ from benchmarks.runner import Benchmark, Found
 
 LIMIT_S = 150  # a process that takes longer is given up
 BEFORE = "before"  # the contender that is this package as of an earlier commit
-COLOURS = {True: report.ORANGE, False: report.BLUE}  # ours and others
 COLUMNS = ("÷ adjoint", "of the roof", "more threads")  # of each pass, beside its time
 HEADS = ["", *(head for name in PASSES.values() for head in (name, *COLUMNS)), "error"]
 
@@ -196,24 +194,6 @@ class Kernels(Benchmark):
         )
         return "\n".join(parts)
 
-    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
-        """A panel an operation and pass: bars of time on a log scale, the roof as a line."""
-        bars = by_operation([row for row in result["rows"] if row["status"] == "measured"])
-        if not bars:
-            return
-        heights = [1.2 + len({row["contender"] for row in rows}) for rows in bars.values()]
-        size = (11, 0.25 * sum(heights) + 0.5 * len(bars))
-        figure, panels = report.pyplot().subplots(
-            len(bars), 2, figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )
-        for axes_row, (op, rows) in zip(panels, bars.items(), strict=True):
-            for axes, (name, label) in zip(axes_row, PASSES.items(), strict=True):
-                axes.set_title(f"{OPS[op].label}, {label}", fontsize=8.5)
-                _draw_bars(axes, sorted((r for r in rows if r["pass"] == name), key=lambda r: -r["ms"]))
-        for axes in panels[-1]:
-            axes.set_xlabel("milliseconds; dotted: the roof")
-        yield "", figure, foot(result)
-
 
 def chosen(op: str, options: argparse.Namespace) -> dict[str, Contender]:
     """The contenders of an operation that this device, `--peers` and `--before` leave; our own are among
@@ -319,19 +299,3 @@ def foot(result: Row) -> str:
         f"median of {result['repeats']} processes",
     )
     return report.footer(result["environment"], *conditions)
-
-
-def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
-    bars = axes.barh(
-        [row["label"] for row in rows],
-        [row["ms"] for row in rows],
-        color=[COLOURS[row["ours"]] for row in rows],
-    )
-    axes.bar_label(bars, [milliseconds(row["ms"]) for row in rows], padding=3, fontsize=7)
-    axes.set_xscale("log")
-    axes.minorticks_off()
-    axes.margins(x=0.2)
-    for row in rows[:1]:
-        axes.axvline(row.get("roof_ms", row["ms"]), color=report.BLACK, linewidth=1, linestyle=":")
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.grid(False, axis="y")

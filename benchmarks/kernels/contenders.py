@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adjoint.kernels.causal_conv1d.reference import causal_conv1d_forward
 from adjoint.kernels.libraries import LIBRARIES
-from adjoint.kernels.recurrence import recurrence
+from adjoint.kernels.plain_recurrence import recurrence
 from adjoint.kernels.rms_norm import rms_norm
 from benchmarks.kernels.operations import EPS, OPS, Tensors
 

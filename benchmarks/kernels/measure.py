@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import torch
 
 import adjoint
-from adjoint.memory import PeakMemory
 from adjoint.tools.measure.process import Point
 from benchmarks.kernels import roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, Function
 from benchmarks.kernels.operations import OPS, Tensors, answer, draw, results
-from benchmarks.timing import Mark, phases
+from benchmarks.timing import time_runs
 
 BASE = "adjoint"  # the contender that the others are compared with
 PASSES = {"forward": "forward", "both": "forward + backward"}
@@ -45,15 +43,11 @@ def measure(point: Point) -> Point:
 
 
 def time_contender(point: Point) -> Point:
-    """Errors against the answer in `point["file"]`, unless None; if none is too large, seconds of each pass,
-    and of a training pass also of its backward, and the most memory that it took besides the inputs.
-
-    point["backend"]: of this package's function, in the place of the contender's own.
-    """
+    """Errors against the answer in `point["file"]`, unless None; if none is too large, seconds of each
+    pass."""
     op, contenders = OPS[point["op"]], CONTENDERS[point["op"]]
     contender = contenders[BASE if "package" in point else point["contender"]]
-    named, device = point.get("backend"), point["device"]
-    function = functools.partial(op.ours, backend=named) if named else contender.build()
+    device, function = point["device"], contender.build()
     dtype, backward = getattr(torch, point["dtype"]), contender.runs_backward(point["size"])
     result: Point = {}
     if point["file"]:
@@ -68,23 +62,18 @@ def time_contender(point: Point) -> Point:
     del inputs
     differentiable = [x for x in leaves.values() if x.requires_grad]
 
-    def forward(mark: Mark) -> None:
+    def forward() -> None:
         with torch.no_grad():
             function(**leaves)
 
-    def both(mark: Mark) -> None:
+    def both() -> None:
         outputs = function(**leaves)
-        mark()
         ys = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.grad(ys, differentiable, [dy.to(y.dtype) for y in ys])
 
-    result["forward"] = [seconds for (seconds,) in phases(forward, device, point["repeat_s"])]
+    result["forward"] = time_runs(forward, device, point["repeat_s"])
     if backward:
-        pairs = phases(both, device, point["repeat_s"])
-        result |= {"both": [a + b for a, b in pairs], "backward": [b for _, b in pairs]}
-        with PeakMemory(torch.device(device)) as peak:
-            both(lambda: None)
-        result["peak_bytes"] = peak.bytes
+        result["both"] = time_runs(both, device, point["repeat_s"])
     return result
 
 

@@ -21,17 +21,10 @@ Ray runs its workers at niceness 15, so whatever else wants the cores goes first
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from adjoint.engine.schedule import Run
-from adjoint.files import write_atomically
 from adjoint.memory import usable_cores
-from adjoint.plan.simulate import Span
 from adjoint.tools.measure.process import Point
-from adjoint.tools.plan.plot import COLOURS, NAMES, joined_spans
 from benchmarks import report, runner
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
@@ -62,8 +55,7 @@ class Shards(Benchmark):
         return report.environment("ray") | {"threads": 1}
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
-        return {"tolerance": TOLERANCE, **{name: getattr(options, name) for name in SIZES},
-                "runs": [result for _, result in measurements if "tiles" in result]}  # fmt: skip
+        return {"tolerance": TOLERANCE, **{name: getattr(options, name) for name in SIZES}}
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """Return the points; a single worker runs the first method only, as it waits for nobody by any."""
@@ -78,19 +70,6 @@ class Shards(Benchmark):
 
     def failed(self, result: Row) -> bool:
         return any(abs(row["error"]) > TOLERANCE for row in result["rows"])
-
-    def save(self, result: Row, stem: Path) -> None:
-        """Each run besides, as stem/METHOD-WORKERS.json."""
-        super().save({key: value for key, value in result.items() if key != "runs"}, stem)
-        stem.mkdir(parents=True, exist_ok=True)
-        for run in result["runs"]:
-            suffix = run["shards"] if run["sequence"] == 1 else f"in-turn-{run['sequence']}"
-            path = stem / f"{run['method']}-{suffix}.json"
-            write_atomically(path, json.dumps(run | {"environment": result["environment"]}) + "\n")
-
-    def load(self, stem: Path) -> Row:
-        runs = [json.loads(path.read_text()) for path in sorted(stem.glob("*.json"))]
-        return super().load(stem) | {"runs": runs}
 
     def markdown(self, result: Row) -> str:
         """Return a table with a line per run, below what was run on which machine."""
@@ -111,12 +90,6 @@ class Shards(Benchmark):
         lines = [[cell(row) for _, cell in COLUMNS] for row in rows]
         table = report.markdown_table([head for head, _ in COLUMNS], lines)
         return f"{title}\n\n{sizes}\n{conditions}\n\n{table}"
-
-    def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
-        """Yield a picture of the `exact` run of the most shards."""
-        drawn = [run for run in result["runs"] if run["method"] == "exact"] or result["runs"]
-        if drawn:
-            yield "", draw(max(drawn, key=lambda run: run["shards"])), footer(result["environment"])
 
 
 # ---------------------------------------------------------------------------------------------- what is shown
@@ -143,39 +116,3 @@ COLUMNS: list[tuple[str, Any]] = [
 
 def footer(environment: Row, *conditions: str) -> str:
     return report.footer(environment, *conditions, f"ray {environment['versions'].get('ray')}")
-
-
-def draw(run: Point) -> Any:
-    """A run's measured timeline above its simulated one, on one axis of time."""
-    from matplotlib.patches import Patch
-
-    tiles = {str(a.tile): a.tile for p in replay.plan_of(run).programs for a in p if isinstance(a, Run)}
-    tile_spans = [Span(worker, start, stop, tiles[name]) for worker, name, start, stop in run["spans"]]
-    simulated = replay.simulated(run)
-    last = max(span.stop for span in tile_spans)
-    panels = (("measured", tile_spans, last), ("simulated", simulated.spans, simulated.seconds))
-    end, number = max(last, simulated.seconds), len(simulated.busy)
-    figure, axes = report.pyplot().subplots(
-        2, 1, sharex=True, figsize=(11, 2.2 + 0.7 * number), squeeze=False
-    )
-    for ax, (label, all_spans, seconds) in zip(axes[:, 0], panels, strict=True):
-        for span in joined_spans(sorted(all_spans, key=lambda s: s.start), end / 500):
-            length, middle = span.stop - span.start, (span.start + span.stop) / 2
-            ax.barh(span.worker, length, left=span.start, height=0.8, color=COLOURS[span.tile.kind],
-                    edgecolor="white", linewidth=0.4)  # fmt: skip
-            if length > 0.018 * end:  # room for two digits
-                ax.text(middle, span.worker, str(span.tile.chunk), ha="center", va="center", fontsize=6)
-        ax.axvline(seconds, color="#444444", linewidth=0.8, linestyle="--")
-        ax.set_title(f"{label}: {seconds:.3f} s")
-        ax.set_yticks(range(number), [f"worker {worker}" for worker in range(number)])
-        ax.invert_yaxis()
-        ax.grid(False)
-        ax.set_xlim(0, 1.02 * end)
-    kinds = dict.fromkeys(span.tile.kind for span in simulated.spans)
-    axes[0, 0].legend(
-        handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds],
-        ncols=len(kinds), loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8,
-    )  # fmt: skip
-    axes[1, 0].set_xlabel("seconds; numbers are chunks")
-    figure.suptitle(f"{run['name']} on {run['slots']} cores", x=0.01, ha="left")
-    return figure

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Action, Owners, Recv, Run, Schedule, Send
+from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
-from adjoint.plan.schedule import grid_of, step_plan
 from adjoint.plan.simulate import Timeline, simulate
 
 TOLERANCE = 0.20  # of the measured time
@@ -120,13 +120,12 @@ def simulated(run: dict[str, Any]) -> Timeline:
 
 
 def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the repeats: each tile's mean over the even ones, wall times and spans of the odd ones.
+    """Summarize the repeats: each tile's mean over the even ones, wall times of the odd ones.
 
     Means, since predictions are sums of tiles.
     """
     schedule, calibration, test = plan_of(run), repeats[::2], repeats[1::2]
     walls = [wall_seconds(repeat["traces"]) for repeat in test]
-    middle = test[walls.index(statistics.median_low(walls))]
     others = [(r["machine"] - r["processes"]) / r["call"] for r in test if r["machine"] is not None]
     tiles: dict[Tile, list[float]] = collections.defaultdict(list)
     for repeat in calibration:
@@ -137,24 +136,12 @@ def summary(run: dict[str, Any], repeats: Sequence[dict[str, Any]]) -> dict[str,
         "tiles": [[str(tile), statistics.mean(seconds)] for tile, seconds in tiles.items()],
         "wall_seconds": walls,
         "others_cores": statistics.mean(others) if others else None,
-        "spans": spans(schedule, middle["traces"]),
     }
 
 
 def wall_seconds(traces: Sequence[Sequence[Any]]) -> float:
     """Return the seconds from the first action of any worker to the last, on the machine's one clock."""
     return max(trace[-1].stop for trace in traces) - min(trace[0].start for trace in traces)
-
-
-def spans(schedule: Schedule, traces: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """[worker, tile, start, stop] of every tile, in seconds from the first action of any."""
-    zero = min(trace[0].start for trace in traces)
-    return [
-        [worker, str(action.tile), done.start - zero, done.stop - zero]
-        for worker, (program, trace) in enumerate(zip(schedule.programs, traces, strict=True))
-        for action, done in zip(program, trace, strict=True)
-        if isinstance(action, Run)
-    ]
 
 
 def row_of(run: dict[str, Any]) -> dict[str, Any]:

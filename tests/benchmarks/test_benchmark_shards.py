@@ -1,4 +1,4 @@
-"""Real and imagined shards: what is taken from traces, predicted, shown; the arithmetic of scaling."""
+"""Real shards: what is taken from traces, predicted and shown."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import TIMES, HelperTasks, Recv, Run, Send
 from adjoint.errors import UserError
 from adjoint.plan.simulate import simulate
-from adjoint.tools.sweep.compare import truncated_products
-from benchmarks import scaling
 from benchmarks.shards import command, replay
 
 RUN: dict[str, Any] = {
@@ -89,8 +87,6 @@ def test_workers_that_do_what_the_simulator_says_are_predicted_to_the_last_bit(
     made = enumerate(replay.plan_of(run).programs)
     tiles = {str(a.tile): uneven(w, a.tile) for w, program in made for a in program if isinstance(a, Run)}
     assert dict(run["tiles"]) == pytest.approx(tiles)
-    assert len(run["spans"]) == len(tiles) and min(start for _, _, start, _ in run["spans"]) == 0
-    assert max(stop for *_, stop in run["spans"]) == pytest.approx(row["measured_seconds"])
 
 
 def test_tiles_come_from_other_repeats_than_wall_times() -> None:
@@ -102,11 +98,12 @@ def test_cores_that_others_use_are_counted() -> None:
     assert replay.row_of(a_run(others=0.5, workers=4))["others_cores"] == pytest.approx(0.5)
 
 
-def test_written_runs_are_shown_and_compared_as_they_were(tmp_path: Path) -> None:
+def test_runs_are_shown_and_compared_with_their_simulation(tmp_path: Path) -> None:
     runs = [a_run(), a_run(factor=1.5, workers=4), a_run(workers=2, in_turn=2)]
     shards = command.Shards()
     payload = shards.payload(shards.parse([]), [({}, run) for run in runs])
-    result = {**payload, "environment": ENVIRONMENT, "rows": [replay.row_of(run) for run in runs]}
+    rows = [replay.row_of(json.loads(json.dumps(run))) for run in runs]
+    result = {**payload, "environment": ENVIRONMENT, "rows": rows}
     shards.save(result, tmp_path / "shards")
     assert shards.main(["--redraw", "--out", str(tmp_path)]) == 1
     table = (tmp_path / "shards.md").read_text()
@@ -114,9 +111,6 @@ def test_written_runs_are_shown_and_compared_as_they_were(tmp_path: Path) -> Non
     lines = [line for line in table.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(runs) and len({line.count("|") for line in lines}) == 1
     assert "-33.3%" in lines[-2] and "2 in turn" in lines[-1]
-    assert (tmp_path / "shards.png").stat().st_size > 10_000
-    path = tmp_path / "shards" / "exact-4.json"
-    assert replay.row_of(json.loads(path.read_text())) == result["rows"][1]
 
 
 def test_one_shard_is_run_for_the_first_method_alone() -> None:
@@ -124,28 +118,6 @@ def test_one_shard_is_run_for_the_first_method_alone() -> None:
     points = shards.points(shards.parse(["--shards", "1", "2", "--methods", "truncated", "exact"]))
     groups = [("truncated", 1, 1), ("truncated", 2, 1), ("exact", 2, 1), ("exact", 1, 2)]
     assert [(p["method"], p["shards"], p["sequence"]) for p in points] == groups
-
-
-# ---------------------------------------------------------------------------------------------------- scaling
-
-
-def test_figure_6_rests_on_the_papers_counts() -> None:
-    rows = scaling.figure6(scaling.Assumptions(layers=12, gpus=4), 10_000, [2_000], 256)
-    days = {(row["method"], row["devices"].partition(" ")[0]): row["days"] for row in rows}
-    one, pairs = days["backpropagation", "1"], 2 * truncated_products(10_000)
-    expected = (3 * 10_000 + pairs + 10_000) / (6 * 10_000) / 280
-    assert days["paper, all pairs", "1"] / one == pytest.approx(expected)
-    saved = 1 - days["paper, window 2000", "1"] / days["paper, all pairs", "1"]
-    assert saved == pytest.approx(0.64, abs=0.001)  # the forward and the vjps of 𝒞 hardly count
-    assert days["Exact", "1"] / one == pytest.approx(1.5)
-    for method in ("Exact", "Truncated, window 256", "LayerLocal, window 256"):
-        assert days["Exact", "1"] / 4 < days[method, "4"] < days["Exact", "1"]
-
-
-def test_56_slices_speed_up_no_more_than_their_share() -> None:
-    for row in scaling.slices56(scaling.Assumptions(layers=56), 10_000, 64):
-        assert 0 < row["speedup"] < row["most"]
-        assert row["most"] == pytest.approx(row["shards"] * (1 + row["helpers"]) * row["worker_speed"])
 
 
 @pytest.mark.parametrize("what", [{"method": "truncated", "window": 5, "sequence": 2},

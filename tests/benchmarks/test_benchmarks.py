@@ -18,24 +18,17 @@ from adjoint.tools.measure.process import ROOT
 from benchmarks import (
     bidirectional,
     checkpoints,
-    claims,
-    depth,
     earlier,
-    fleet,
     host_weights,
-    layer_work,
     memory,
     mini_sequence,
     mixers,
-    real_size,
     recall,
     report,
     runner,
-    scaling,
     sequence,
     sources,
     steps,
-    tensor_parallel,
     window_time,
     wrapped,
 )
@@ -47,11 +40,11 @@ from benchmarks.shards.command import Shards
 
 # --------------------------------------------------------------------------------------------------- dry runs
 
-SLOW_DRY_RUNS = ("shards", "depth", "host_weights", "fleet")
+SLOW_DRY_RUNS = ("shards", "host_weights")
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
-     "--lengths 128 256 --methods exact hf-mamba2 --repeats 1 --repeat-s 0 --allocators default",
+     "--lengths 128 256 --methods exact backprop --repeats 1 --repeat-s 0 --allocators default",
      4, "method label allocator length status memory_bytes ms_per_token processes"),
     (wrapped.Wrapped(), "--lengths 128 --models Llama --repeats 1 --repeat-s 0",
      3, "model way allocator length memory_bytes ms_per_token kept_bytes"),
@@ -59,46 +52,34 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      4, "way allocator length memory_bytes ms_per_token gradients_apart"),
     (checkpoints.Checkpoints(), "--lengths 128 256 --ways all 8",
      4, "way length memory_bytes ms_per_token gradients_apart"),
-    (mixers.Mixers(), "--mixers mamba gated~delta~rule --lengths 64 --rounds 1 --repeats 1",
-     5, "mixer length method ms_per_token ratio"),
+    (mixers.Mixers(), "--mixers mamba --lengths 64 --rounds 1 --repeats 1",
+     3, "mixer length method ms_per_token ratio"),
     (mini_sequence.MiniSequence(), "--tokens 256 --plain-tokens 128 --words 2000",
      2, "method tokens words bytes loss"),
     (window_time.WindowTime(), "--seqlen 64 --windows 1 64 --repeats 2 --settle 0",
      10, "scan window ratio ratio_min ratio_max unwindowed_ms windowed_ms pairs"),
-    (layer_work.LayerWork(), "--mixers mamba",
-     4, "mixer recompute forward_operators backward_operators weight_bytes"),
     (recall.Recall(), "--mixers mamba --seqlen 64 --steps 2", 1, "mixer seqlen steps loss recall needle"),
-    (scaling.Scaling(), "--lengths 1K 2K --slice-length 2K --windows 15",
-     14, "context method devices days"),
-    (sources.Sources(), "--tables table-1", 6, "table structure network formula_bytes bytes operations"),
-    (claims.Claims(), "--groups korthikanti-layer", 6, "source where what theirs ours how"),
-    (tensor_parallel.TensorParallel(), "--ranks 1 2 --tokens 32 --width 32",
-     9, "ranks sequence_parallel recompute stored_bytes collectives ring_bytes written_bytes"),
-    (fleet.Fleet(), "--devices 8 --models Nemotron-H-8B-like",
-     2, "model tokens devices gpu seconds idle_share memory_bytes why"),
+    (sources.Sources(), "--tables figure-1 --lengths 4K", 5, "table method tokens bytes"),
     (host_weights.HostWeights(), "--models Bamba-9B --tokens 32K",
      1, "model tokens memory_bytes host_bytes seconds whole_seconds link_bytes hiding_chunks"),
     (Convergence(),
      "--methods backprop truncated-auto --tasks recall-fast --seeds 1 --steps 2 --seqlen 32 --jobs 1",
      2, "task method seeds held_out train core_seconds gap curve_distance accuracy_4 note"),
-    (depth.Depth(), "--layers 1 2 --methods exact layer-local --seeds 1 --steps 2 --seqlen 32 --batch 1",
-     4, "layers method seeds held_out train core_seconds gap note"),
     (Kernels(), "--op rms_norm --peers torch --size small --repeats 1 --settle 0.001",
      6, "op contender pass size errors status ms roof_ms roof_share"),
     (Shards(),
      "--shards 1 2 --repeats 1 --d-model 8 --layers 2 --seqlen 64 --chunk-size 16 --window 8 --methods exact",
      3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
-LONG = ("shards", "depth")  # their dry runs take more than some seconds
 UNDRAWN = (
     "bidirectional",
     "mixers",
     "mini_sequence",
-    "layer_work",
     "sources",
-    "claims",
-    "tensor_parallel",
     "host_weights",
+    "kernels",
+    "shards",
+    "window_time",
 )
 
 
@@ -117,7 +98,7 @@ def test_a_dry_run(
 ) -> None:  # fmt: skip
     if benchmark.name == "shards":
         request.getfixturevalue("ray_on_loopback")
-    arguments = [*(word.replace("~", " ") for word in given.split()), "--out", str(tmp_path)]
+    arguments = [*given.split(), "--out", str(tmp_path)]
     stem = tmp_path / benchmark.name
     assert benchmark.main(arguments) in (0, 1)  # 1: slower, or larger, than it may be
     told = capsys.readouterr().out
@@ -147,7 +128,6 @@ REFUSED = [
     (Convergence(), ["--methods", "exact-4"], "unknown method 'exact-4'"),
     (Convergence(), ["--methods", "truncated-0"], "window"),
     (Convergence(), ["--seqlen", "16"], "at least 32"),
-    (depth.Depth(), ["--methods", "magic"], "unknown method 'magic'"),
     (Gpu(), ["--dry-run", "--stages", "z"], "invalid choice"),
 ]
 
@@ -317,17 +297,18 @@ def test_prediction_is_linear_in_the_last_two() -> None:
     assert passes.predicted_bytes([(8192, 100)], 4096) is None
 
 
-def test_methods_alternate_and_what_would_not_fit_is_left_out() -> None:
+def test_methods_alternate_and_what_would_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.Memory, "requirements", lambda self, options: {})
     benchmark = memory.Memory()
-    options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba2", "--repeats", "2",
+    options = benchmark.parse(["--lengths", "1K", "4K", "--methods", "exact", "hf-mamba", "--repeats", "2",
                                "--allocators", "default", "--max-memory", "1GB"])  # fmt: skip
     mine, other, *points = benchmark.points(options)
-    assert [list(p["ways"]) for p in (mine, other)] == [["plain", "exact"], ["hf-mamba2"]]
+    assert [list(p["ways"]) for p in (mine, other)] == [["plain", "exact"], ["hf-mamba"]]
     order = [(p["repeat"], p["length"], p["curve"]["method"]) for p in points]
-    assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba2"), (0, 4096, "exact")]
+    assert order[:3] == [(0, 1024, "exact"), (0, 1024, "hf-mamba"), (0, 4096, "exact")]
     assert [repeat for repeat, _, _ in order] == [0] * 4 + [1] * 4
     near, far = ({"difference": apart, "parameter": "A_log"} for apart in (3e-6, 0.2))
-    same: runner.Found = [(mine, {"gradients": {"exact": near}}), (other, {"gradients": {"hf-mamba2": near}})]
+    same: runner.Found = [(mine, {"gradients": {"exact": near}}), (other, {"gradients": {"hf-mamba": near}})]
     (ours, theirs), found = points[2:4], [*same, (points[1], {"memory_bytes": 300 << 20})]
     assert benchmark.skip(ours, found, options) is None
     assert "1.2 GiB predicted, the limit is 0.9" in str(benchmark.skip(theirs, found, options))
@@ -397,30 +378,30 @@ def test_the_longest_sequence_that_fits_is_read_off_a_line_and_measured() -> Non
     assert "Backprop + checkpointing takes 1.90 GB at 79,872 tokens.\n" in table
 
 
-def test_models_of_real_sizes_have_their_parameters() -> None:
-    benchmark = real_size.RealSize()
-    points = benchmark.points(benchmark.parse([]))
-    assert [p["curve"]["way"] for p in points if "ways" not in p][:3] == [
-        "checkpointing",
-        "MiniSequence",
-        "wrapped",
-    ]
-    with torch.device("meta"):
-        sizes = [sum(p.numel() for p in steps.builder(point["model"])().parameters()) for point in points[:2]]
-    assert [round(size / 1e6) for size in sizes] == [129, 752]
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 2, "head_dim": 64, "chunk_size": 16}
 
 
-@pytest.mark.parametrize("name", ["exact", "hf-mamba2"])
-def test_ways_are_compared_in_float64_throughout(name: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "own", "other"),
+    [
+        (
+            memory.METHODS["exact"].model | {"n_layer": 2, "d_model": 64},
+            {"method": "Backprop"},
+            {"segments": 7},
+        ),
+        (wrapped.WIDTHS | wrapped.MODELS["Mamba-2"][0] | SMALL, {}, {"method": "MiniSequence"}),
+    ],
+    ids=["Stack", "transformers"],
+)
+def test_ways_are_compared_in_float64_throughout(
+    model: dict[str, Any], own: dict[str, Any], other: dict[str, Any]
+) -> None:
     """In what transformers computes in float32 even in a float64 model, too."""
-    model = memory.METHODS[name].model | {"vocab_size": 16}
-    small = {"n_layer": 2, "d_model": 64} if name == "exact" else {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_heads": 2, "chunk_size": 16}  # fmt: skip
-    ways = {"own": {} if "class" in model else {"method": "Backprop"}, "by hand": {"segments": 7},
-            "exact": {"method": "Exact", "chunk_size": 9}}  # fmt: skip
-    point = {"model": model | small, "ways": ways, "length": 40, "device": "cpu", "dtype": "float64"}
-    own, *others = steps.measure(point)["gradients"].values()
-    assert own["difference"] == 0 and all(0 < found["difference"] < 1e-10 for found in others)
+    ways = {"own": own, "other": other, "exact": {"method": "Exact", "chunk_size": 9}}
+    point = {"model": model | {"vocab_size": 16}, "ways": ways, "length": 40}
+    point |= {"device": "cpu", "dtype": "float64"}
+    first, *others = steps.measure(point)["gradients"].values()
+    assert first["difference"] == 0 and all(0 < found["difference"] < 1e-10 for found in others)
     assert torch.ones(1).float().dtype == torch.ones(1, dtype=torch.float64).to(torch.float32).dtype
 
 

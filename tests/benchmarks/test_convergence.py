@@ -131,4 +131,4 @@ def test_rows_pair_seeds_and_keep_failures() -> None:
     assert exact["curve_distance"] == 0.0
     result = convergence.payload(options, found) | {"rows": rows}
     assert result["curves"][0]["losses"]["1"] == [5.5, 11.5]
-    assert "| Exact | 5.600 (1.100 … 10.100) | +0.100 (+0.100 … +0.100) |" in tables.markdown(result)
+    assert "| Exact | 5.600 | +0.100 (+0.100 … +0.100) |" in tables.markdown(result)

@@ -13,7 +13,7 @@ import pytest
 
 from adjoint.cluster import heartbeat as heartbeat_module
 from adjoint.cluster.heartbeat import Heartbeat
-from adjoint.cluster.transport import meet
+from adjoint.cluster.process_group import meet
 from adjoint.errors import UserError
 from tests.training_helpers import exit_code, forked
 

@@ -21,7 +21,7 @@ from adjoint.engine import tile
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import HelperTasks, Owners, Run
-from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,

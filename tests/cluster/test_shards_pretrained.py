@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import adjoint
-from adjoint.checkpoint import StoredTensors
-from adjoint.cluster.pretrained import described_by_files
+from adjoint.cluster.pretrained_shard import described_by_files
 from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import StoredTensors
 from adjoint.hf.split import Pretrained, examine
 from adjoint.train import pretrained as train_pretrained
 from adjoint.train.layout import Layout
@@ -192,7 +192,10 @@ def test_a_run_over_shards_is_one_in_one_process(
     [
         ({"method__name": "layer-local", "method__chunk_size": 20}, "takes Exact"),
         ({"model__d_model": 32}, "model.d_model: model.from_pretrained has its own; leave 32 out"),
-        ({"model__from_pretrained": "no/such/model"}, "no/such/model has no config.json"),
+        (
+            {"model__from_pretrained": "no/such/model"},
+            "there is no no/such/model; name a folder",
+        ),
         ({"cluster__shards": 1, "data__documents": "packed"}, "data.documents: packed documents of a pre"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adjoint import Exact
+from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.cluster.shard import Microbatch, PipelineWorker
 from adjoint.cluster.spec import ShardSpec
-from adjoint.cluster.transport import DistributedTransport, meet
 from adjoint.train.layout import Layout
 from tests.cluster.test_layouts import HYBRID
 from tests.cluster.threads import TRAINING, disturb, disturbed_stack, split

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.checkpoint import list_checkpoints
-from adjoint.cluster.torchrun import Place, gpu_of
+from adjoint.cluster.torchrun import ProcessRank, gpu_of
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import list_checkpoints
 from tests.cluster.processes import started, torchrun
 from tests.training_helpers import metrics, same_training, tiny, train_tiny, weights
 
@@ -118,14 +118,14 @@ def test_a_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     refused = pytest.raises(UserError, match="2 GPUs and more processes; start 2")
     with contextlib.nullcontext() if found is not None else refused:
-        assert gpu_of(Place(local, 4, local)) == found
+        assert gpu_of(ProcessRank(local, 4, local)) == found
 
 
 def test_processes_of_torchrun_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="1 GPUs and more processes; start 1"):
-        gpu_of(Place(0, 2, 0))
+        gpu_of(ProcessRank(0, 2, 0))
 
 
 @pytest.mark.slow

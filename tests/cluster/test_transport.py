@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from adjoint import Exact, LayerLocal, StackConfig, Truncated
-from adjoint.cluster.transport import DistributedTransport, meet
+from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.engine.schedule import Owners, Recv, Send
-from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.engine.worker_rules import grid_of, step_plan
 from tests.cluster.threads import split
 
 WORKERS = 4

@@ -180,7 +180,7 @@ def make_shards(
     workers: list[PipelineWorker] = []
     kind: Any = PipelineWorker
     if not isinstance(config, StackConfig):
-        from adjoint.cluster.pretrained import PretrainedPipelineWorker as kind
+        from adjoint.cluster.pretrained_shard import PretrainedPipelineWorker as kind
     for rank in layout.everyone:
         helpers = [ThreadHelper(HelperShard(specs[helper])) for helper in layout.helpers_of(rank)]
         workers.append(kind(specs[rank], transports[rank], drawn, helpers))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adjoint.data.batches import Data, DataConfig, open_data
+from adjoint.data.batches import Data, open_data
+from adjoint.data.config import DataConfig
 from adjoint.data.sources import find_sources
 from adjoint.data.tokenizer import FileTokenizer
 from adjoint.errors import UserError

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from adjoint.data import sources as corpus
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
 from tests.data.text_helpers import TEXTS, packed, stream, words, write
 

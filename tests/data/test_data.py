@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from adjoint.data import cache as token_cache
-from adjoint.data.batches import Batches, DataConfig, EvalBatches, open_data
-from adjoint.data.cache import entropy, frequencies
+from adjoint.data import token_cache
+from adjoint.data.batches import Batches, EvalBatches, open_data
+from adjoint.data.config import DataConfig
+from adjoint.data.token_cache import entropy, frequencies
 from adjoint.errors import UserError
 from tests.data.text_helpers import packed, stream, write
 from tests.test_repository import imports_of, python_files

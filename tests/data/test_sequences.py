@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from adjoint.cli import main
-from adjoint.data.batches import Data, DataConfig, open_data
+from adjoint.data.batches import Data, open_data
+from adjoint.data.config import DataConfig
 from adjoint.data.tokenizer import CharTokenizer, load_tokenizer
 from adjoint.errors import UserError
 from tests.data.text_helpers import tokenizer_folder

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from adjoint.data import cache as token_cache
 from adjoint.data import sources as corpus
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data import token_cache
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.data.tokenizer import ByteTokenizer, FileTokenizer, describe_boundaries, load_tokenizer
 from adjoint.errors import UserError
 from adjoint.files import cache_folder

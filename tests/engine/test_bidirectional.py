@@ -108,7 +108,7 @@ def test_offloaded_inputs_of_layers_are_freed_and_read_from_their_copies(
         inputs.append(weakref.ref(y.untyped_storage()))
         return run(block, y, *arguments)
 
-    monkeypatch.setattr("adjoint.stack.block_by_chunks", noted)
+    monkeypatch.setattr("adjoint.stack.calls.block_by_chunks", noted)
     model = make_model("mamba, MLP, untied", bidirectional="tied", bidirectional_strategy=strategy)
     expected = gradients(model, model(IDS, labels=LABELS, seq_idx=DOCUMENTS).loss)
     for method in (Exact(5, keep="offload"), Exact(5, offload=True, checkpoints=2)):

@@ -10,9 +10,10 @@ import torch
 
 from adjoint import Backprop, Exact, LayerLocal, StackConfig, Truncated
 from adjoint.batch import shift_labels
-from adjoint.data.batches import DataConfig, open_data
-from adjoint.documents import document_numbers, from_separator
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
+from adjoint.layers.packed_documents import document_numbers, from_separator
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.model_helpers import (

@@ -19,7 +19,8 @@ from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.grid import EngineSpec, make_grid
 from adjoint.engine.tile import Gradients
 from adjoint.engine.tile_values import TileValues
-from adjoint.layers import AttentionMixer, State
+from adjoint.layers import State
+from adjoint.layers.attention import AttentionMixer
 from adjoint.train.layout import Layout
 from tests.cluster.threads import TRAINING, disturbed_shards, disturbed_stack, together
 from tests.fuzz import distributions, stacks

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated, stack
+from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
 from adjoint.batch import Batch
 from adjoint.engine import budget
 from adjoint.engine.autocast import CastWeights
 from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
 from adjoint.methods import RECOMPUTE
-from adjoint.plan.stack import StackModel
+from adjoint.plan.planned_stack import StackModel
 from adjoint.plan.stage_memory import Conditions, count, counting, example
+from adjoint.stack import StackCall, chunked, structure
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
 from tests.model_helpers import (
@@ -308,13 +309,14 @@ def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str
 def test_no_chunk_looks_at_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of many layers would take the host milliseconds for it, in each chunk."""
     model, ids, calls = make_model("mamba"), make_ids(1, 40), [0]
-    access_kind = stack.access_kind
+    weights_type = chunked.weights_type
 
     def counted(module: nn.Module) -> Any:
         calls[0] += 1
-        return access_kind(module)
+        return weights_type(module)
 
-    monkeypatch.setattr(stack, "access_kind", counted)
+    for module in (chunked, structure):
+        monkeypatch.setattr(module, "weights_type", counted)
     counts = []
     for chunk_size in (20, 4):
         calls[0] = 0
@@ -455,7 +457,8 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     for method in (Exact(memory="8GB"), Exact(memory="1MB"), Exact(1000, memory="8GB")):
         spec = method.engine_spec(3000, 1408)
         states = model.stage_states(model.initial_state(1))
-        steps = model.steps(Batch(ids, ids, 3000, states=states), spec)
+        batch = Batch(ids, ids, 3000, states=states)
+        steps = model.step(StackCall(batch, method), batch, spec)
         steps.loss()
         chunks.append((steps.executor.grid.chunks, min(steps.tapes, steps.executor.grid.chunks)))
     assert chunks == [(1, 1), (3, 1), (3, 3)]

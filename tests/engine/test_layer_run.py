@@ -17,7 +17,8 @@ from adjoint.engine.layer_run import LayerRun
 from adjoint.engine.schedule import Owners, Recv, Run, Send
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
-from adjoint.plan.schedule import grid_of, step_plan
+from adjoint.engine.worker_rules import grid_of, step_plan
+from adjoint.stack import StackCall
 from tests.cluster.threads import split
 from tests.model_helpers import assert_same, current_gradients, make_ids, make_model, random_from
 
@@ -37,7 +38,7 @@ RUNS = [Exact(5), Exact(5, offload=True), Exact(5, checkpoints=2), Truncated(100
 def test_a_layer_is_a_stage_where_the_method_s_tasks_are_layers(method: Any) -> None:
     model, ids = make_model("mamba"), make_ids(1, 23)
     batch = Batch.from_labels(ids, ids, states=model.stage_states(model.initial_state(1)))
-    step = model.steps(batch, method.engine_spec(23, 5))
+    step = model.step(StackCall(batch, method), batch, method.engine_spec(23, 5))
     assert len(step.stages) == (model.config.n_layer + 2 if method in LAYERS else 1)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from adjoint import Exact, LayerLocal, Truncated
-from adjoint.engine import parameter_access
+from adjoint.engine import sweep
 from adjoint.errors import UserError
 from tests.both_kinds import ModelOfEitherKind
 from tests.model_helpers import assert_same, make_ids, random_from
@@ -208,7 +208,7 @@ def test_a_complex_parameter() -> None:
 
 def test_a_tensor_of_some_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a tensor is not known yet when the loss is given its graph."""
-    monkeypatch.setattr(parameter_access, "verify_custom_layers", lambda *_: None)
+    monkeypatch.setattr(sweep, "verify_custom_layers", lambda *_: None)
     case = ModelOfEitherKind(STACK)
     v = nn.Parameter(vector(case.model))
     change_output(layer_of(case.model), lambda y: y + v if y.shape[1] == 8 else y)

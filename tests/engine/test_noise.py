@@ -19,7 +19,7 @@ from adjoint.parallel import fsdp
 from tests.model_helpers import make_ids
 
 transformers = pytest.importorskip("transformers")
-hf_verification = pytest.importorskip("adjoint.hf.verification")
+hf_verification = pytest.importorskip("adjoint.hf.verify.first_use")
 pytestmark = pytest.mark.usefixtures("one_thread")
 NOISE = r"moving its embeddings by one rounding moves the whole's own by"
 
@@ -96,7 +96,7 @@ def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrapped_model(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in its own precision is not refused for rounding, and still is for a lost state."""
     if precision == "bfloat16":
-        monkeypatch.setattr("adjoint.hf.verification.make_trial_copy", lambda model: None)
+        monkeypatch.setattr("adjoint.hf.verify.first_use.make_trial_copy", lambda model: None)
         model = make_mamba2(4).bfloat16()
     else:
         model = make_mamba2(4)

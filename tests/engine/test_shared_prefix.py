@@ -15,7 +15,7 @@ from adjoint.engine import shared_prefix
 from adjoint.engine.shared_prefix import Rows, Segment
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Slab
-from adjoint.hf.verification import verification_of
+from adjoint.hf.verify.first_use import verification_of
 from adjoint.kernels import attention
 from tests.both_kinds import STACKS, ModelOfEitherKind
 from tests.model_helpers import assert_same, make_ids, make_model, relative

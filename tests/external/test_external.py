@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
-from adjoint.hf.kernels.fla import FUNCTIONS
+from adjoint.fla.functions import FUNCTIONS
 from adjoint.kernels.attention import causal_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule

@@ -21,8 +21,8 @@ from transformers.cache_utils import LinearAttentionLayer
 import adjoint
 from adjoint import Exact
 from adjoint.engine.verification import Refused
+from adjoint.fla import functions as kernels
 from adjoint.hf.cache import CHUNK_LAYER_CLASSES
-from adjoint.hf.kernels import fla as kernels
 from adjoint.hf.kernels.fla_mixers import MIXERS
 from adjoint.hf.split import describe
 from tests.engine.test_sequence import CUTS

@@ -138,8 +138,10 @@ def test_a_file_is_not_quantized(tmp_path: Path) -> None:
 def test_the_command_line_trains_a_file_and_writes_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run begins with a file, is exported to one in its dtype, read by the next run, and to a folder."""
+    """A run begins with a file, is exported to one in its dtypes, read by the next run, and to a folder."""
     tensors = random_tensors(dtype=torch.bfloat16, unused=True, V=260, C=128, N=64, layers=2)
+    wide = {"blocks.0.att.w0", "blocks.0.att.v0", "blocks.1.att.w1", "blocks.1.ln1.weight"}
+    tensors |= {name: tensors[name].float() for name in wide}
     file, run = tmp_path / "file.pth", str(tmp_path / "run")
     torch.save(tensors, file)
     sizes = {"model__d_model": 128, "model__from_pretrained": file, "training__steps": 2}
@@ -159,7 +161,9 @@ def test_the_command_line_trains_a_file_and_writes_one(
         assert main(["export", run, *arguments]) == 0
         assert said in capsys.readouterr().out
     trained = torch.load(tmp_path / "out.pth", weights_only=True)
-    assert list(trained) == list(tensors) and {t.dtype for t in trained.values()} == {torch.bfloat16}
+    assert (
+        list(trained) == list(tensors) and {n for n, t in trained.items() if t.dtype == torch.float32} == wide
+    )
     changed = [name for name, t in tensors.items() if not torch.equal(trained[name], t)]
     assert "blocks.1.att.w2" in changed and "blocks.0.att.v1" not in changed
     text = ["--path", str(tmp_path / "text.txt"), "--tokens", "64", "--lengths", "64"]

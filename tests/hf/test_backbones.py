@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
-from adjoint.hf import mini_sequence
-from adjoint.hf import wrap as wrap_module
+from adjoint.hf import forwards, mini_sequence
 from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make
 from tests.model_helpers import make_ids
 
@@ -27,9 +26,9 @@ IDS = make_ids(2, 37, vocab_size=VOCAB)
 def by_chunks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return a list that gets an entry for each forward of a backbone by chunks."""
     calls: list[object] = []
-    hidden_by_chunks = wrap_module._hidden_by_chunks
+    hidden_by_chunks = forwards._hidden_by_chunks
     monkeypatch.setattr(
-        wrap_module, "_hidden_by_chunks", lambda call: calls.append(call) or hidden_by_chunks(call)
+        forwards, "_hidden_by_chunks", lambda call: calls.append(call) or hidden_by_chunks(call)
     )
     return calls
 

@@ -20,7 +20,7 @@ from adjoint.batch import Batch
 from adjoint.engine import verification
 from adjoint.errors import UserError
 from adjoint.hf.model_parts import backbone_of, layers_of
-from adjoint.parallel.fsdp import FSDPAccess
+from adjoint.parallel.fsdp import align_chunks
 from tests.engine.test_leaves import in_a_hook, made_by_another_network, read_through_a_closure
 from tests.hf.hf_models import (
     VOCAB,
@@ -312,7 +312,7 @@ def module_of_later_chunks(rank: int) -> None:
     model.layers[0].register_forward_hook(in_later_chunks)
     fully_shard(model.layers[0].extra, mesh=mesh(RANKS, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("adjoint.parallel.fsdp.FSDPAccess.verify", lambda *arguments: None)
+        patch.setattr("adjoint.parallel.fsdp.GatheredSweep.verify", lambda *arguments: None)
         with pytest.raises(
             UserError, match=r"fully_shard of layers.0.extra over replicas: it has run in some"
         ):
@@ -557,7 +557,7 @@ def test_a_process_with_one_token_has_one_chunk(seqlen: int) -> None:
             return max(chunks, 1), max(negative_limit, -1)
 
     ids = torch.zeros(2, seqlen, dtype=torch.long)
-    spec = FSDPAccess._align_chunks(Ranks(), Batch(ids, ids), METHOD.model_spec(seqlen, 16))
+    spec = align_chunks(Ranks(), Batch(ids, ids), METHOD.engine_spec(seqlen, 16, (0,)))
     assert spec.cuts(seqlen) == (0, seqlen)
 
 

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import adjoint
-from adjoint.engine.host_weights import HostWeightsAccess
-from adjoint.engine.parameter_access import ParameterAccess
+from adjoint.engine.host_weights import HostWeights
 from adjoint.engine.verification import Refused
-from adjoint.parallel.fsdp import FSDPAccess, FSDPUnitAccess
+from adjoint.engine.weights import Weights
+from adjoint.parallel.fsdp import FSDPUnitWeights, FSDPWeights
 from tests.hf.hf_models import make
 
 IDS = torch.arange(2 * 37).view(2, 37) * 7 % 50
@@ -58,10 +58,10 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("hold", "kind"),
     [
-        (offload, HostWeightsAccess),
-        (fully_shard, FSDPUnitAccess),
-        (shard_layers, FSDPAccess),
-        (split_projection, ParameterAccess),
+        (offload, HostWeights),
+        (fully_shard, FSDPUnitWeights),
+        (shard_layers, FSDPWeights),
+        (split_projection, Weights),
     ],
 )
 def test_how_weights_are_held_is_looked_at_again(hold: Callable[[nn.Module], object], kind: type) -> None:

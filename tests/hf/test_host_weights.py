@@ -22,11 +22,11 @@ from adjoint.engine import arriving_gradients, host_weights, threads
 from adjoint.engine.executor import Executor
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
-from adjoint.plan.host_weights import link_bytes
-from adjoint.plan.memory import Setup
-from adjoint.plan.pretrained import outlined
-from adjoint.plan.stack import model_of
-from adjoint.train import model as train_model
+from adjoint.plan.host_traffic import link_bytes
+from adjoint.plan.planned_pretrained import outlined
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup
+from adjoint.train import language_model as train_model
 from adjoint.train.config import Config, ModelConfig, TrainingConfig
 from adjoint.train.optimizer import make_optimizer
 from tests.hf.hf_models import (

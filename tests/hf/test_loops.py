@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import adjoint
 from adjoint.errors import UserError
-from adjoint.hf import verification
-from adjoint.hf import wrap as wrap_module
+from adjoint.hf import hf_model
+from adjoint.hf.verify import first_use
 from tests.hf.hf_models import VOCAB, assert_exact, errors, float64_throughout, loss_and_gradients, make
 from tests.model_helpers import current_gradients, make_ids
 
@@ -291,10 +291,10 @@ def test_trl(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     look like another model."""
     trl_model(TRL[case], tmp_path)
     losses, calls = [], []
-    make_step = wrap_module.make_step
-    monkeypatch.setattr(wrap_module, "make_step", lambda *arguments: calls.append(1) or make_step(*arguments))
-    compares, compare = [], verification.compare
-    monkeypatch.setattr(verification, "compare", lambda *arguments: compares.append(1) or compare(*arguments))
+    make_step = hf_model.make_step
+    monkeypatch.setattr(hf_model, "make_step", lambda *arguments: calls.append(1) or make_step(*arguments))
+    compares, compare = [], first_use.compare
+    monkeypatch.setattr(first_use, "compare", lambda *arguments: compares.append(1) or compare(*arguments))
     padding_free = "padding_free" in TRL[case][3]
     for wrapped in (False, True):
         trainer = trl_trainer(

@@ -15,7 +15,7 @@ import adjoint
 from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.hf.cache import zeros
 from adjoint.hf.chunking import kept_features
-from adjoint.hf.verification import verification_of
+from adjoint.hf.verify.first_use import verification_of
 from tests.hf.hf_models import loss_and_gradients, make, make_batch, transformers
 from tests.model_helpers import assert_same
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adjoint
-from adjoint.hf.trial_copy import make_trial_copy
+from adjoint.hf.verify.trial_copy import make_trial_copy
 from adjoint.parallel.split_tensors import split_like
 from adjoint.train.pretrained import tensor_parallel_config
 from tests.hf.hf_models import VOCAB, float64_throughout, make, since, to_float64, transformers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adjoint.hf import wrap as wrap_module
+from adjoint.hf import hf_model
 from tests.hf.test_loops import (
     BAMBA,
     GRPO,
@@ -86,8 +86,8 @@ OPTIONS: dict[str, TRLCase] = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_an_option_of_trl(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trl_model(OPTIONS[case], tmp_path)
-    calls, make_step = [], wrap_module.make_step
-    monkeypatch.setattr(wrap_module, "make_step", lambda *arguments: calls.append(1) or make_step(*arguments))
+    calls, make_step = [], hf_model.make_step
+    monkeypatch.setattr(hf_model, "make_step", lambda *arguments: calls.append(1) or make_step(*arguments))
     results = []
     for wrapped in (False, True):
         trainer = trl_trainer(OPTIONS[case], tmp_path, wrapped, max_steps=STEPS)

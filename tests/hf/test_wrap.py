@@ -87,10 +87,15 @@ TABLE = Path(__file__).parents[2] / "docs" / "models_classes.md"
 
 
 def table() -> dict[str, list[str]]:
-    """Map each class to the other cells of its row in docs/models_classes.md."""
+    """Map each class in docs/models_classes.md to its family, its cache's kind and its gradient's error."""
     text = TABLE.read_text().partition("<!-- classes table -->")[2].partition("<!-- end")[0]
     rows = (line.strip("|\n ").split(" | ") for line in text.splitlines() if "| `" in line)
-    return {row[1].strip("`"): [row[0], *row[2:]] for row in rows}
+    pattern = r"`(\w+)` (refused: .*|[\de.-]+)"
+    return {
+        name: [family, cache.strip(), outcome]
+        for family, cache, classes in rows
+        for name, outcome in re.findall(pattern, classes)
+    }
 
 
 # --------------------------------------------------------------------------------- the untouched model's own

@@ -562,7 +562,7 @@ def test_bfloat16_is_compared_in_float32(seed: int) -> None:
 def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adjoint.hf import trial_copy, verification
+    from adjoint.hf.verify import first_use, trial_copy
 
     layers = ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
     model = make("GraniteMoeHybridForCausalLM", dtype, num_hidden_layers=6, layer_types=layers)
@@ -573,9 +573,9 @@ def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
             lambda name: ".layers." not in name or name.split(".")[2] in "01",
         )
     )
-    copies, make_trial_copy = [], verification.make_trial_copy
+    copies, make_trial_copy = [], first_use.make_trial_copy
     monkeypatch.setattr(
-        verification, "make_trial_copy", lambda model: copies.append(make_trial_copy(model)) or copies[-1]
+        first_use, "make_trial_copy", lambda model: copies.append(make_trial_copy(model)) or copies[-1]
     )
     for room, copied_layers in ((every, 6), (few, 2), (few - 1, 0)):
         monkeypatch.setattr(trial_copy, "memory_left", lambda device, room=room: 2 * room)

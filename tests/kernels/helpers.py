@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjoint.kernels import dispatch, recurrence
+from adjoint.kernels import dispatch, plain_recurrence
 from adjoint.kernels.operation import all_operations
 from tests.fuzz.operators import SHAPES, WINDOWED, Case, by_operation, leaves
 from tests.model_helpers import relative
@@ -78,8 +78,8 @@ def cut_sequences(monkeypatch: pytest.MonkeyPatch, pieces: str | int, split: int
 
     Triton code that splits the sequence says how in the constants SHORTEST_SPLIT and UNIT of its module.
     """
-    monkeypatch.setattr(recurrence, "SEGMENT", 12)
-    monkeypatch.setattr(recurrence, "STRETCH", 4)
+    monkeypatch.setattr(plain_recurrence, "SEGMENT", 12)
+    monkeypatch.setattr(plain_recurrence, "STRETCH", 4)
     if not INTERPRETED:
         return
     from adjoint.kernels.selective_scan.triton import launch as selective

@@ -16,8 +16,9 @@ from adjoint.batch import Batch
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
 from adjoint.layers import MIXERS, WINDOWED
-from adjoint.plan.memory import Machine, Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Machine, Setup, needs
+from adjoint.stack import StackCall
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
@@ -275,10 +276,10 @@ def test_the_plan_counts_keys_and_values(precision: str) -> None:
     model, ids = Stack(config).to(torch.float64 if precision == "float64" else torch.float32), make_ids(2, 64)
     batch = Batch(ids, ids, states=model.stage_states(model.initial_state(2)))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-        steps = model.steps(batch, setup.spec)
+        steps = model.step(StackCall(batch, setup.method), batch, setup.spec)
         found = steps.loss()
     found.loss.backward()
-    assert [s.shape[2] for s in found.states[0][-2:]] == [0, 0] and not steps.executor.final
+    assert [s.shape[2] for s in found.states[-2]] == [0, 0] and not steps.executor.final
     held = [s.values.nbytes + s.cotangents.nbytes for s in steps.executor.slabs[0]]
     (need,) = needs(setup, [range(2)])
     assert need.parts["past"] == sum(held) and setup.state(1) == 0

@@ -11,8 +11,8 @@ import pytest
 from adjoint import Backprop, Exact, Stack, StackConfig
 from adjoint.cli import main
 from adjoint.engine.budget import LiveBytes
-from adjoint.plan.memory import Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup, needs
 from tests.model_helpers import make_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")

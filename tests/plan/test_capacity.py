@@ -17,8 +17,8 @@ from adjoint.cluster.devices import Device
 from adjoint.cluster.placement import resources
 from adjoint.errors import UserError
 from adjoint.plan.capacity import Fit
-from adjoint.plan.memory import Machine, Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 

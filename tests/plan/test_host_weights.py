@@ -13,12 +13,12 @@ from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
-from adjoint.plan import host_weights
+from adjoint.plan import host_traffic
 from adjoint.plan.capacity import Fit
-from adjoint.plan.host_weights import hiding_chunk, in_host_memory, link_bytes
-from adjoint.plan.machine import Machine
-from adjoint.plan.memory import Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.host_traffic import hiding_chunk, in_host_memory, link_bytes
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup, needs
+from adjoint.plan.worker_devices import Machine
 from adjoint.train.config import TrainingConfig
 from adjoint.train.gpus import GPUS, LINKS
 
@@ -68,7 +68,7 @@ def test_a_slow_host_adds_as_long_as_a_backward_takes(monkeypatch: pytest.Monkey
     """Each gradient and its sum are read, and the sum is written, once per chunk."""
     fast = in_host_memory(SETUP, 1e12)
     computing = seconds(fast)
-    monkeypatch.setattr(host_weights, "SUSTAINED_HOST", 1e3)
+    monkeypatch.setattr(host_traffic, "SUSTAINED_HOST", 1e3)
     weights = LAYERS * MODEL.layers[0].weights + MODEL.last
     adding = fast.chunks * 12 * weights / 1e3
     assert 100 * computing < adding == pytest.approx(seconds(fast), rel=1e-2)

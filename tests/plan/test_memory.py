@@ -20,10 +20,11 @@ from adjoint.engine.budget import LiveBytes
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.schedule import BUFFERS
 from adjoint.kernels import dispatch
-from adjoint.plan import memory
-from adjoint.plan.memory import Machine, Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan import run_memory
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
+from adjoint.stack import StackCall
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from tests.training_helpers import metrics, tiny
@@ -61,7 +62,7 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
             stack.head_loss(y, targets).backward()
         else:
             batch = Batch(ids, targets, states=stack.stage_states(states))
-            stack.steps(batch, method.engine_spec(2048, 512)).loss().loss.backward()
+            stack.step(StackCall(batch, method), batch, method.engine_spec(2048, 512)).loss().loss.backward()
     assert tensors(need.parts) == pytest.approx(live.peak, rel=0.1)
 
 
@@ -136,7 +137,7 @@ def test_a_few_chunks_tell_of_many(method: Any, layout: Layout, monkeypatch: pyt
     setup = Setup(model_of(config), method, 1, 64 * 120, layout)
     found = []
     for most in (10**6, 10):
-        monkeypatch.setattr(memory, "COUNTED_TILES", most)
+        monkeypatch.setattr(run_memory, "COUNTED_TILES", most)
         found.append([need.total for need in needs(setup, spans)])
     assert len(setup.counted_chunks(spans, 10)) == 2 and setup.counted_chunks(spans, 10**6) == [120]
     assert found[1] == pytest.approx(found[0], rel=0.03)
@@ -261,8 +262,8 @@ def test_memory_is_what_a_process_takes(method: str) -> None:
 import sys, torch
 from adjoint import *
 from adjoint import memory as meter
-from adjoint.plan.memory import Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.run_memory import Setup, needs
+from adjoint.plan.planned_stack import model_of
 from adjoint.train.config import TrainingConfig
 from adjoint.train.optimizer import make_optimizer
 one = torch.nn.Linear(2, 2)

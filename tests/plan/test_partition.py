@@ -13,7 +13,7 @@ from adjoint import StackConfig
 from adjoint.cluster.devices import Device, shares
 from adjoint.errors import UserError
 from adjoint.plan.partition import partition
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
 
 
 def every_partition(layers: int, shards: int) -> Iterator[list[range]]:

@@ -11,9 +11,9 @@ import torch
 
 from adjoint import Exact, StackConfig
 from adjoint.plan.estimate import OPERATOR_QUEUE_S, counted, queued, roofline
-from adjoint.plan.memory import Machine, Setup
+from adjoint.plan.planned_stack import model_of
 from adjoint.plan.roofline import OperatorCounter, Work, least_seconds
-from adjoint.plan.stack import model_of
+from adjoint.plan.run_memory import Machine, Setup
 from adjoint.train.gpus import GPUS
 
 H100 = GPUS["h100"]
@@ -91,7 +91,7 @@ def test_a_host_needs_as_long_for_short_chunks_as_for_long_ones() -> None:
 
 def test_a_pretrained_layer_has_the_operations_of_its_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from adjoint.plan.pretrained import outlined
+    from adjoint.plan.planned_pretrained import outlined
 
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -17,10 +17,10 @@ from adjoint.engine.schedule import Action, Recv, Run, Schedule, Send
 from adjoint.parallel.transport import GroupTransport
 from adjoint.plan.estimate import Costs, walk
 from adjoint.plan.layouts import Request, rank
-from adjoint.plan.memory import Machine, Setup, needs
+from adjoint.plan.planned_stack import model_of
 from adjoint.plan.rounds import step_bytes
+from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.plan.simulate import simulate
-from adjoint.plan.stack import model_of
 from adjoint.train.layout import Layout
 from tests.engine.test_sequence import HYBRIDS, hybrid
 from tests.model_helpers import make_ids

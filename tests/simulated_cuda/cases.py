@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib
 import json
 import os
 import queue
@@ -437,9 +436,10 @@ def patched() -> None:
 
     checks.starts_in = starts_in
     shared_prefix.plan = lambda rows: None  # which documents begin alike is a matter of values
-    stack_module = importlib.import_module("adjoint.stack")
-    stack_module.group_of = lambda group: group  # type: ignore[attr-defined]
-    stack_module.ranks_of = lambda group: 2  # type: ignore[attr-defined]
+    from adjoint.stack import calls, chunked
+
+    calls.group_of = lambda group: group
+    chunked.ranks_of = lambda group: 2
 
 
 def main(names: Sequence[str]) -> None:

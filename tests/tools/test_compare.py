@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from adjoint.cli import main
-from adjoint.data.progress import duration_text
+from adjoint.progress import duration_text
 from adjoint.tools.compare import report
-from adjoint.tools.compare.estimate import TimeEstimate
+from adjoint.tools.compare.time_estimate import TimeEstimate
 from adjoint.tools.measure.passes import longest
 from adjoint.tools.measure.process import Process
 from tests.hf.hf_models import make
@@ -145,7 +145,7 @@ def test_what_is_refused(model: Path, here: list[Any], monkeypatch: pytest.Monke
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         return line
 
-    assert "adjoint compare: elsewhere has no config.json" in refused("./elsewhere")
+    assert "adjoint compare: there is no elsewhere; name a folder" in refused("./elsewhere")
     (model / "tokenizer.json").write_text('{"model": {}}')
     assert "adjoint compare: model/tokenizer.json: " in refused("model/tokenizer.json")
     assert "did you mean --lengths?" in refused("model", "--lenths", "8")

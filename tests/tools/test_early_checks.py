@@ -1,4 +1,4 @@
-"""Flags, keys and paths of a command line are checked before torch is imported."""
+"""Flags, keys, values and paths of a command line are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -24,6 +24,19 @@ WRONG = [
     "train --config wrong.yaml",
     "plan --config sections.yaml",
     "train --model.from_pretrained ./nowhere",
+    "train --model.from_pretrained a--b/model",
+    "train --training.steps abc",
+    "train --data.seqlen 0",
+    "train --method.name exakt",
+    "train --method.name truncated",
+    "train --method.checkpoints 0",
+    "train --training.min_lr=1",
+    "train --data.weights [1,2]",
+    "train --cluster.replicas 2",
+    "train --config values.yaml",
+    "train --training.steps",
+    "plan --devices 2 --data.seqlen 0",
+    "plan --config values.yaml",
     "sweep --out x --widnows 4",
     "sweep --out x --data.pth x",
     "sweep --out x --model nowhere",
@@ -46,6 +59,7 @@ def test_an_early_error_is_the_command_s_own(
     monkeypatch.chdir(tmp_path)
     Path("wrong.yaml").write_text("model:\n  lora:\n    rnak: 4\n")
     Path("sections.yaml").write_text("training: 3\n")
+    Path("values.yaml").write_text("training: {steps: abc}\n")
     command, *argv = line.split()
     with pytest.raises(UserError) as early:
         early_checks.check(command, argv)
@@ -58,12 +72,21 @@ def test_an_early_error_does_not_wait_for_imports() -> None:
     code = f"""
 import sys
 from adjoint.cli import main
-for line in {WRONG[:6] + WRONG[12:17]}:
+for line in {[line for line in WRONG if ".yaml" not in line or "nowhere" in line]}:
     assert main(line.split()) == 2
 print(*({{"torch", "transformers", "numpy"}} & {{*sys.modules}}))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout == "\n"
+
+
+def test_settings_of_fine_tuning_are_checked_before_a_model_is_downloaded() -> None:
+    fine_tuned = ["--model.from_pretrained", "some/model", "--training.min_lr"]
+    for rate, highest in (("3e-5", "2e-05"), ("3e-4", "0.0002")):
+        adapters = ["--model.lora.rank", "8"] * (highest == "0.0002")
+        with pytest.raises(UserError, match=f"is above training.lr {highest}"):
+            early_checks.check("train", [*fine_tuned, rate, *adapters])
+    early_checks.check("train", [*fine_tuned, "3e-5", "--model.lora.rank", "8"])
 
 
 def test_right_lines_pass(tmp_path: Path) -> None:

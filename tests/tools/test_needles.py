@@ -15,7 +15,7 @@ from adjoint.cli import main
 from adjoint.data.tokenizer import load_tokenizer
 from adjoint.engine.grid import EngineSpec
 from adjoint.tools.eval import command, needles, positions
-from adjoint.train.model import PretrainedLM
+from adjoint.train.language_model import PretrainedLM
 from benchmarks import recall
 from tests.hf.hf_models import float64_throughout, make
 from tests.training_helpers import train_tiny, write_text

@@ -340,10 +340,8 @@ def test_a_trained_vocabulary_that_does_not_fit(tmp_path: Path, capsys: pytest.C
     error = capsys.readouterr().err
     assert "out of range for model.vocab_size 8" in error and error.count("\n") == 1
     assert run(["eval", str(tmp_path / "run"), "--path", str(other), "--lengths", "40"]) == 2
-    assert (
-        "out of range for the 8 embeddings of the model: name another data.tokenizer"
-        in capsys.readouterr().err
-    )
+    remedy = "name another text with --path, or a run with --model.vocab_size 256"
+    assert f"out of range for the 8 embeddings of the model: {remedy}\n" in capsys.readouterr().err
     assert sweep(tmp_path, model=tmp_path / "run", data="random", windows="1", methods="truncated") == 0
 
 

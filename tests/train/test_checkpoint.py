@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import adjoint.train.checkpoint as checkpoint_module
-from adjoint.checkpoint import (
+from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import (
     DamagedCheckpoint,
     StoredTensors,
     list_checkpoints,
@@ -22,7 +23,6 @@ from adjoint.checkpoint import (
     verify_checkpoint,
     verify_trained_state,
 )
-from adjoint.errors import UserError
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint
 from tests.training_helpers import exit_code, forked
 

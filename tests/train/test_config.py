@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adjoint.errors import UserError
+from adjoint.formats import file_kinds
 from adjoint.layers import MIXERS
 from adjoint.methods import METHODS, Exact
 from adjoint.settings import whole_number
@@ -139,6 +140,7 @@ def test_every_key_has_a_help_text() -> None:
     assert not [name for name, key in known_keys().items() if not key.help]
     named = set(re.findall(r"\w+", known_keys()["model.mixer"].help))
     assert {*MIXERS} <= named, "StackConfig.mixer's text in adjoint/layers/config.py names every mixer"
+    assert file_kinds() in known_keys()["model.from_pretrained"].help, "ModelConfig's text names every format"
     assert "    window: tokens that each" in (METHODS["truncated"].__doc__ or ""), "so has help() in Python"
 
 

@@ -152,6 +152,19 @@ def test_each_exported_tensor_has_the_dtype_that_the_folder_has(name: str, tmp_p
         assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == dtype
 
 
+def test_what_transformers_keeps_in_float32_stays_so_in_a_folder_of_float32(tmp_path: Path) -> None:
+    """Also where the folder has it, and little else, in 16 bits."""
+    base, bias = base_folder("DeepseekV3ForCausalLM", tmp_path / "base"), "e_score_correction_bias"
+    stored = load_file(base / "model.safetensors")
+    stored = {key: t.bfloat16() if key.endswith((bias, "norm.weight")) else t for key, t in stored.items()}
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    checkpoint = checkpoint_of(load(str(base), adjoint.Exact()), tmp_path / "checkpoints", base)
+    export(checkpoint, tmp_path / "out", "transformers")
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert {t.dtype for key, t in exported.items() if key.endswith(bias)} == {torch.float32}
+    assert {t.dtype for key, t in exported.items() if key.endswith("norm.weight")} == {torch.bfloat16}
+
+
 def test_an_export_has_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
     """The folder's ids would end no text of another tokenizer."""
     base = base_folder("LlamaForCausalLM", tmp_path / "base")

@@ -18,12 +18,13 @@ import torch
 import yaml
 
 from adjoint.batch import labelled
-from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints
 from adjoint.tools.eval.command import Loaded, _held_out
-from adjoint.train import adapters
+from adjoint.train import peft_adapters
 from adjoint.train.config import load_config
 from adjoint.train.dependencies import weights_digest
 from adjoint.train.unloaded import copy_unloaded
@@ -601,7 +602,7 @@ def test_the_table_of_layers_with_an_adapter_is_true() -> None:
     for name, picked, left_out in rows:
         model = make(name.strip("`"), torch.float32)
         linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        with_adapter = {n.rpartition(".")[2] for n in adapters._linear_maps(model)}
+        with_adapter = {n.rpartition(".")[2] for n in peft_adapters._linear_maps(model)}
         assert set(re.findall(r"`(.+?)`", picked)) == with_adapter, name
         assert set(re.findall(r"`(.+?)`", left_out)) == linear - with_adapter - {"lm_head"}, name
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adjoint.data.batches import DataConfig, open_data
+from adjoint.data.batches import open_data
+from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import load_config

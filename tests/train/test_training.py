@@ -23,14 +23,14 @@ import torch
 import yaml
 
 from adjoint import Exact, Stack, StackConfig
-from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.cli import main
 from adjoint.cluster import training as sharded
 from adjoint.cluster.recovery import Cause, ShardFailure
 from adjoint.errors import UserError
+from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints, step_of
 from adjoint.memory import rss_bytes
-from adjoint.plan.memory import Setup, needs
-from adjoint.plan.stack import model_of
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup, needs
 from adjoint.train import checkpoint, plots, trainer
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.machine import StopRequest
@@ -504,6 +504,16 @@ def test_metrics_are_reported_where_asked_for(tmp_path: Path, monkeypatch: pytes
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     losses = [(row["step"], row["loss"]) for row in metrics(tmp_path / "run") for _ in range(2)]
     assert calls == [("run", "adjoint")] * 2 + losses + [("wandb", "finished"), ("trackio", "finished")]
+
+
+def test_a_run_within_its_warm_up_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, warmup in ((1, 2), (2, 2)):
+        (tmp_path / str(steps)).mkdir()
+        assert train_tiny(tmp_path / str(steps), training__steps=steps, training__warmup_steps=warmup) == 0
+        said = (
+            "note: the run ends within its warm-up, below training.lr: set --training.warmup_steps 0 to 1\n"
+        )
+        assert (said in capsys.readouterr().out) == (steps == 1)
 
 
 @pytest.mark.parametrize(

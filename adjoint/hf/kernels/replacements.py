@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import NotAttended
+from adjoint.fla import functions as fla
 from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
-from adjoint.hf.kernels import fla, fla_mixers
+from adjoint.hf.kernels import fla_mixers
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
 from adjoint.hf.model_parts import Forward, override_attribute

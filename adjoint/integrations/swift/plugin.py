@@ -5,7 +5,7 @@ import os
 from swift.trainers import Seq2SeqTrainer
 
 from adjoint.hf.outputs import LOGITS
-from adjoint.integrations.trainer import add_to_every_trainer
+from adjoint.integrations.transformers_trainer import add_to_every_trainer
 
 
 def _keeps_no_logits(self: object, default_value: bool = True) -> bool:

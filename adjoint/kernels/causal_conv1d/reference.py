@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels.recurrence import zero_where
+from adjoint.kernels.plain_recurrence import zero_where
 
 
 def _taps(x: Tensor, width: int, initial_state: Tensor | None, reset: Tensor | None):

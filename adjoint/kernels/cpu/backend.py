@@ -12,7 +12,7 @@ from torch import Tensor
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.dplr_delta_rule.reference import dplr_delta_rule_saved_shape
 from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_shape
-from adjoint.kernels.recurrence import step_size, zero_where
+from adjoint.kernels.plain_recurrence import step_size, zero_where
 from adjoint.kernels.ssd_scan.reference import ssd_step_gradients
 
 MIN_TOKENS_OF_BLOCK, MIN_STATE_OF_BLOCK = 8, 16  # below, matrix products gain nothing over a recurrence

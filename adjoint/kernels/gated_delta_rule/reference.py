@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels.chunks import CHUNK, DecayedChunks
-from adjoint.kernels.recurrence import zero_where
+from adjoint.kernels.plain_recurrence import zero_where
 
 
 def gated_delta_rule_saved_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:

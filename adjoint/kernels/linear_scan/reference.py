@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from adjoint.kernels.recurrence import (
+from adjoint.kernels.plain_recurrence import (
     accumulated_adjoint,
     initial_cotangent,
     previous_states,

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels.recurrence import (
+from adjoint.kernels.plain_recurrence import (
     accumulated_adjoint,
     add_final,
     initial_cotangent,

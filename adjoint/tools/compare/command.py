@@ -18,17 +18,17 @@ from typing import Any, Literal
 
 import torch
 
-from adjoint.data.progress import Waiting, duration_text, has_bar
 from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
 from adjoint.formats import file_kinds
 from adjoint.formats.folders import described_sizes, has_weights
-from adjoint.memory import print_sizes_as, size_bytes, size_text, total_memory_bytes
+from adjoint.memory import print_sizes_as, size_text, total_memory_bytes
 from adjoint.methods import METHODS, Exact
-from adjoint.settings import Positive, SeqLen
+from adjoint.progress import Waiting, duration_text, has_bar
+from adjoint.settings import Positive, SeqLen, size_bytes
 from adjoint.tools.compare import report
-from adjoint.tools.compare.estimate import GRADIENTS, TimeEstimate
+from adjoint.tools.compare.time_estimate import GRADIENTS, TimeEstimate
 from adjoint.tools.measure.journal import Journal, completed, progress
 from adjoint.tools.measure.passes import fits, predicted_bytes, typical
 from adjoint.tools.measure.process import Point, Process

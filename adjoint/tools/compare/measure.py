@@ -19,8 +19,8 @@ from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS, Method
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
 from adjoint.tools.measure.process import Point
-from adjoint.train.adapters import adapted
 from adjoint.train.config import LoraConfig
+from adjoint.train.peft_adapters import adapted
 from adjoint.train.pretrained import configuration, unwrapped
 
 KEY = "adjoint compare"

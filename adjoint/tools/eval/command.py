@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import labelled
-from adjoint.checkpoint import read_trainer
-from adjoint.data.batches import DataConfig, fingerprint_of, open_data
+from adjoint.data.batches import RESIZE, fingerprint_of, open_data
+from adjoint.data.config import DataConfig
 from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
 from adjoint.formats import file_kinds
+from adjoint.formats.checkpoint_files import read_trainer
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
@@ -29,8 +30,8 @@ from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
+from adjoint.train.language_model import LanguageModel, PretrainedLM, model_class
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
-from adjoint.train.model import LanguageModel, PretrainedLM, model_class
 from adjoint.train.places import RUNS
 from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
@@ -204,7 +205,10 @@ def _held_out(loaded: Loaded, path: str | None, longest: int) -> Tensor:
         all_tokens: dict[str, Any] = {"validation_path": None, "weights": None, "max_tokens": None}
         named = dataclasses.replace(named, path=path, eval_fraction=0.0, **all_tokens)
     vocab_size, trusted = loaded.model.vocab_size, loaded.trusts_code
-    opened = open_data(named, 0, vocab_size, trust_remote_code=trusted, table_of="the model")
+    remedy = "name another text with --path, or a run with --model.vocab_size {size}"
+    if isinstance(loaded.model, PretrainedLM):
+        remedy = RESIZE.replace("data.tokenizer", "text with --path")
+    opened = open_data(named, 0, vocab_size, False, trusted, "the model", remedy)
     if not path and loaded.trained not in (None, opened.fingerprint):
         raise UserError(
             f"data.path: {opened.description} has changed since it was trained on, and what it holds out now "

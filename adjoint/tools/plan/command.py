@@ -12,24 +12,24 @@ from typing import Any, Literal
 
 import torch
 
-from adjoint.data.progress import Progress, Waiting
 from adjoint.errors import UserError
-from adjoint.memory import print_sizes_as, size_bytes, total_memory_bytes, usable_cores
+from adjoint.memory import print_sizes_as, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
-from adjoint.plan.host_weights import SUSTAINED_LINK, in_host_memory
+from adjoint.plan.host_traffic import SUSTAINED_LINK, in_host_memory
 from adjoint.plan.layouts import Ranked, Request, more_rows, rank
 from adjoint.plan.links import Links
-from adjoint.plan.machine import Machine
-from adjoint.plan.memory import Setup
-from adjoint.plan.stack import model_of
-from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value
+from adjoint.plan.planned_stack import model_of
+from adjoint.plan.run_memory import Setup
+from adjoint.plan.worker_devices import Machine
+from adjoint.progress import Progress, Waiting
+from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value, size_bytes
 from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
 from adjoint.train.gpus import GPUS, INSTANCES, LINKS
+from adjoint.train.language_model import check_offload
 from adjoint.train.layout import Layout
-from adjoint.train.model import check_offload
 from adjoint.train.quantization import described
 
 UNNAMED = "a100-40gb"  # whose rate is assumed of a GPU that is not named
@@ -115,7 +115,7 @@ def request_of(flags: argparse.Namespace, config: Config) -> Request:
         precision = "bfloat16" if flags.kind == "cuda" else "float32"
     model: Any = config.model
     if config.model.from_pretrained is not None:
-        from adjoint.plan.pretrained import outlined
+        from adjoint.plan.planned_pretrained import outlined
         from adjoint.train.pretrained import configuration
 
         if config.model.lora is not None:

@@ -10,10 +10,10 @@ from typing import Any
 from adjoint.memory import rate_text, size_text, size_unit
 from adjoint.plan.capacity import LONGEST, Fit
 from adjoint.plan.estimate import Costs, Estimate
-from adjoint.plan.host_weights import SUSTAINED_LINK, adding_seconds, hiding_chunk, link_bytes
+from adjoint.plan.host_traffic import SUSTAINED_LINK, adding_seconds, hiding_chunk, link_bytes
 from adjoint.plan.layouts import Ranked
-from adjoint.plan.memory import PARTS, Setup, needs
 from adjoint.plan.partition import named
+from adjoint.plan.run_memory import PARTS, Setup, needs
 from adjoint.tools.measure.show import print_table
 from adjoint.train.config import plain
 from adjoint.train.gpus import LINKS

@@ -6,8 +6,8 @@ depends on values, so a call can be captured in a CUDA graph. All sums over chan
 partial buffers added up in a fixed order: the same call gives the same bits.
 
 Proven under the interpreter and by compilation (up to d_state 128 nothing spills for sm_80 and sm_90, but for
-the backward at d_state 16 on sm_80, outside its loops over tokens; `python -m benchmarks.instructions` counts
-them); not measured on a GPU. Reasoned, not tuned: 64 tokens between checkpoints, tokens held in registers,
+the backward at d_state 16 on sm_80, outside its loops over tokens); not measured on a GPU. Reasoned,
+not tuned: 64 tokens between checkpoints, tokens held in registers,
 registers a thread, as many splits as run at once and not one more (one: no pass over splits), the shortest
 split, the backward's scratch, about 43 KiB a program at d_state 16, staying in cache for the most part, and,
 above d_state 32, several warps a program, whose sums over states then go through shared memory

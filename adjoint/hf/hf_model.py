@@ -1,0 +1,238 @@
+"""A wrapped model as a `ChunkedModel`: what it is to the engine for one call."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from adjoint.batch import Batch
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
+from adjoint.engine.host_weights import device_of
+from adjoint.engine.model import SharedRows
+from adjoint.engine.runner import chunk_losses as losses_of_chunks
+from adjoint.engine.runner import last_hidden, run_hidden
+from adjoint.engine.shared_prefix import Beginning, Segment
+from adjoint.engine.step import ChunkedStep
+from adjoint.engine.sweep import ContextFactory
+from adjoint.engine.verification import TOKENS
+from adjoint.errors import LOGGER, is_heard
+from adjoint.hf import check
+from adjoint.hf.call import Call
+from adjoint.hf.chunking import move_edges_out_of_blocks
+from adjoint.hf.head import logits_by_slices
+from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
+from adjoint.hf.language_inputs import language_model_of
+from adjoint.hf.model_parts import backbone_of, layers_of, original_class
+from adjoint.hf.router_loss import RouterLogits
+from adjoint.hf.shared_rows import segment_call, segments_of
+from adjoint.hf.snapshot import ForwardState
+from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
+from adjoint.hf.verify.first_use import Verification, verify
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.dispatch import implementation
+
+
+class HFModel:
+    """A wrapped model in one state, for the engine and one call of the user's.
+
+    Args:
+        verification: of the model, all that the call needs having been tried.
+        temperature: divides the logits where the sum of weighted log-probabilities is asked for
+            (`weighted_logprobs`); else None.
+        with_router_logits: whether those that a call asks for follow its hidden states.
+
+    Attributes:
+        stage: the model as the stage of the step that was made last.
+    """
+
+    stage: Backbone
+
+    def __init__(
+        self,
+        verification: Verification,
+        temperature: float | None = None,
+        with_router_logits: bool = False,
+    ) -> None:
+        self.verification, self.temperature = verification, temperature
+        self.with_router_logits = with_router_logits
+
+    def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
+        verification = self.verification
+        batch, starts = call.batch()
+        regular = verification.chunk_spec(batch.ids, starts)
+        spec = move_edges_out_of_blocks(call.model, regular, batch) if batch.inputs else regular
+        drops = regular.backward.drop_every is not None
+        if spec is not regular and (drops or verification.holding.kind.is_gathered or group is not None):
+            check.refuse(
+                call.model,
+                "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
+                "one process",
+            )
+        if not verification.wrap_state.announced:
+            method = type(verification.wrap_state.method).__name__
+            cut = f"{method} in chunks of {spec.chunk_size:,} tokens"
+            announce(verification, lambda: f"{cut}; {_describe_kernels(call.model)}")
+        return batch, spec
+
+    def step(
+        self,
+        call: Call,
+        batch: Batch,
+        spec: EngineSpec,
+        group: dist.ProcessGroup | None = None,
+        collect: CollectHiddenStates | None = None,
+    ) -> ChunkedStep:
+        verification = self.verification
+        context = CallContext.from_call(call, verification.padding_of(call), verification.parts)
+        if collect is None and self.temperature is None:
+            method, fetches = verification.wrap_state.method, verification.fetches
+            factor = verification.router_loss_factor if call.kind.routed else 1.0
+            hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
+            self.stage = CausalLM.from_call(
+                call, verification.slots, method, fetches, factor, context, hidden_states
+            )
+        else:
+            self.stage = (Backbone if collect is not None else WeightedLogProbs)(
+                call.model,
+                verification.slots,
+                recompute=verification.wrap_state.method.storage.recompute,
+                fetches=verification.fetches,
+                router=RouterLogits() if self.with_router_logits and call.kind.routed else None,
+                context=context,
+            )
+            if isinstance(self.stage, WeightedLogProbs):
+                assert self.temperature is not None
+                self.stage.temperature = self.temperature
+        stages = [self.stage] if collect is None else [self.stage, collect]
+        return make_step(stages, batch, spec, _backward_context(verification), group)
+
+    def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
+        if call.num_documents == 1 or returns_states:
+            return None
+        return segments_of(call, self.verification)
+
+    def segment_call(self, call: Call, segment: Segment, beginning: Beginning | None) -> Call:
+        return segment_call(call, segment, beginning)
+
+    def join_prefixes(self) -> None:
+        self.verification.fetches = True
+
+
+def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
+    """Return storage for the hidden states of which logits are asked for.
+
+    These are the last tokens alone, if the call's rows are the batch's rows, or all tokens."""
+    logits_index, num_tokens = call.logits_index, batch.seqlen
+    if isinstance(logits_index, slice) and logits_index.start is not None and batch.rows == len(call.ids):
+        num_tokens = min(-logits_index.start, num_tokens)
+    return HiddenStates(num_tokens, batch.seqlen - num_tokens)
+
+
+def _backward_context(verification: Verification) -> ContextFactory:
+    """Return a context for the backward: the model as it is now, locked against other threads."""
+    if not torch.is_grad_enabled() or verification.holding.kind.is_gathered:
+        return contextlib.nullcontext
+    lock, forward_state = (
+        verification.wrap_state.lock,
+        ForwardState(verification.model, verification.snapshot),
+    )
+
+    @contextlib.contextmanager
+    def restored_model() -> Iterator[None]:
+        with lock, forward_state.restored():
+            yield
+
+    return restored_model
+
+
+# ----------------------------------------------------------------------- calls that no forward of a model has
+
+
+def chunk_losses(model: PreTrainedModel, ids: Tensor, spec: EngineSpec) -> list[Tensor]:
+    """Return the summed loss of each chunk of ids (batch, seqlen), in the wrapped model's present mode."""
+    with torch.no_grad():
+        call = Call(model, {"input_ids": ids, "labels": ids})
+        return losses_of_chunks(HFModel(verify(call)), call, spec)
+
+
+@torch.no_grad()
+def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSpec) -> Tensor:
+    """Return logits (batch, tokens, vocab_size) of the last `tokens` of ids (batch, seqlen).
+
+    The wrapped model runs in its present mode by chunks, of two tokens at least."""
+    call = Call(model, {"input_ids": ids, "labels": ids})
+    return logits_by_slices(model, last_hidden(HFModel(verify(call)), call, tokens, spec))
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, arguments: dict[str, object]) -> Tensor:
+    """Return the hidden states (batch, seqlen, hidden_size) of a wrapped causal LM, also under `fully_shard`.
+
+    A call of the backbone alone would be outside of the root, which gathers what no layer's unit has.
+
+    Args:
+        arguments: of the call by name, without labels.
+    """
+    call, ids = Call(model, arguments), arguments["input_ids"]
+    hf_model = HFModel(verify(Call(model, {"input_ids": ids, "labels": ids})))
+    return run_hidden(hf_model, call).hidden.reshape(*call.ids.shape, -1)
+
+
+def weighted_logprobs(
+    model: PreTrainedModel, arguments: dict[str, object], weights: Tensor, temperature: float
+) -> Tensor:
+    """Return the weighted sum of the log-probabilities of tokens, differentiable.
+
+    Args:
+        arguments: as in `hidden_states`.
+        weights: (batch, seqlen), 0 at position 0.
+        temperature: divides the logits.
+    """
+    ids, call = arguments["input_ids"], Call(model, arguments)
+    hf_model = HFModel(verify(Call(model, {"input_ids": ids, "labels": ids})), temperature)
+    batch, spec = hf_model.cut(call)
+    tensors, _ = call.joined({"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)})
+    inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
+    batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
+    return hf_model.step(call, batch, spec).loss().loss
+
+
+# ----------------------------------------------------------------------------------------- the line on stderr
+
+
+def announce(verification: Verification, describe: Callable[[], str]) -> None:
+    """Log once for each wrapped model what runs, at the level INFO.
+
+    The line names class, layers, what `describe()` returns, and the relative difference of gradients that the
+    comparison measured. Only rank 0 logs it.
+
+    Raises:
+        UserError: ADJOINT_VERBOSITY is no level.
+    """
+    if verification.wrap_state.announced:
+        return
+    verification.wrap_state.announced = True
+    if is_heard() and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        model = verification.model
+        layers = len(layers_of(language_model_of(model) or backbone_of(model)))
+        LOGGER.info(
+            f"{original_class(model).__name__} of {layers} layers runs by {describe()}; gradients compared "
+            f"on {TOKENS} tokens: relative difference {verification.difference:.1e}"
+        )
+
+
+def _describe_kernels(model: nn.Module) -> str:
+    """Name the functions of transformers that ours replace, and the backend of the scans."""
+    weight, device = next(p for p in model.parameters() if p.is_floating_point()), device_of(model)
+    dtype = accumulate_dtype(weight.dtype) if device.type == "cpu" else weight.dtype
+    backend = implementation("selective_scan", None, device, dtype)
+    registries = [id(names) for names, _ in REGISTRIES]
+    names = {n for names, ours in function_replacements(model) if id(names) not in registries for n in ours}
+    return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"

@@ -1,0 +1,288 @@
+"""Trials of a model on a few tokens: padding, packed documents, and inputs that it may ignore.
+
+The gradients of a few tokens are compared in `trial_gradients`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from adjoint.engine.module_tensors import UntrainedTensors
+from adjoint.engine.verification import TOKENS, Refused, alike
+from adjoint.fla import functions as fla
+from adjoint.hf.check import refuse
+from adjoint.hf.chunk_context import ChunkRandomness, WithoutCheckpointing
+from adjoint.hf.kernels.replacements import pytorch_references
+from adjoint.hf.model_parts import (
+    MODEL_ERRORS,
+    backbone_of,
+    calling_original_forwards,
+    current_weights,
+    current_weights_type,
+    forward_parameters,
+    original_class,
+)
+from adjoint.hf.transformers_api import cache_argument
+from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode, make_trial_copy
+
+
+def refuse_left_padding(model: PreTrainedModel) -> None:
+    """Refuse padding at the left if a row with it gives other hidden states than the row without it.
+
+    Chunks begin after the padding. A model that counts padding in its positions does not. A model without
+    positions reads padding as tokens, and nothing in a call could change that: a warning says so.
+
+    Raises:
+        ValueError: the hidden states differ.
+    """
+    if hides_left_padding(model, has_positions=False):
+        return
+    name = original_class(model).__name__
+    if "position_ids" not in forward_parameters(backbone_of(model)):
+        warnings.warn(
+            f"rows are padded at the left, and {name}'s own forward reads padding as tokens, which chunks "
+            "leave out: results are those of rows without padding",
+            stacklevel=2,
+        )
+    else:
+        raise ValueError(
+            f"rows are padded at the left, and {name} counts padding in its "
+            "tokens' positions: give position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0), or pad at "
+            "the right (tokenizer.padding_side = 'right')"
+        )
+
+
+def hides_left_padding(model: PreTrainedModel, has_positions: bool) -> bool:
+    """Whether the model's own forward gives rows with padding at the left the hidden states of rows without.
+
+    Args:
+        has_positions: whether the call gives position_ids that count from the first token that is no padding.
+    """
+    tokens = torch.arange(TOKENS)[None]
+    inputs: dict[str, Tensor | int | None] = {"attention_mask": (tokens >= TRIAL_CHUNK_SIZE).long()}
+    if has_positions:
+        inputs["position_ids"] = (tokens - TRIAL_CHUNK_SIZE).clamp(min=0)
+    return _hides_first_tokens(model, **inputs)
+
+
+def keeps_documents_apart(model: PreTrainedModel, names: Sequence[str], use_cache: bool | None) -> bool:
+    """Whether the model's own forward hides documents from later ones.
+
+    Args:
+        names, use_cache: as in `warn_if_documents_mix`.
+    """
+    try:
+        return _hides_first_tokens(model, use_cache=use_cache, **inputs_of_two_documents(names))
+    except MODEL_ERRORS:  # the model itself refuses such inputs
+        return True
+
+
+@torch.no_grad()
+def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
+    """Whether the model's own forward goes on from its cache with several tokens as in one call.
+
+    Tried in float32 where weights are half precision, if a copy fits in memory. What a state adds to a few
+    tokens may be within rounding and still matter to many, so that the forward must also read NaN in one.
+
+    Args:
+        has_positions: whether the call gives position_ids.
+    """
+    copied = make_trial_copy(model) if current_weights_type(model).can_copy else None
+    model = model if copied is None else copied
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
+    name = cache_argument(forward_parameters(backbone))
+    first, later = ids.split([TRIAL_CHUNK_SIZE, ids.shape[1] - TRIAL_CHUNK_SIZE], dim=1)
+    inputs = {"input_ids": later, "use_cache": True}
+    if has_positions:
+        inputs["position_ids"] = torch.arange(TRIAL_CHUNK_SIZE, ids.shape[1], device=ids.device)[None]
+    with calling_original_forwards(model), in_eval_mode(model):
+        try:
+            expected = current_weights(model).run(lambda: forward(input_ids=ids, use_cache=False))[0]
+            caches = [
+                current_weights(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
+                for _ in range(2)
+            ]
+            if caches[0] is None:
+                return False
+            has_nan = _fill_last_state(caches[1], torch.nan)
+            hidden, from_nan = (
+                current_weights(model).run(functools.partial(forward, **inputs, **{name: cache}))[0]
+                for cache in caches
+            )
+        except MODEL_ERRORS:
+            return False
+        is_read = not has_nan or bool(from_nan.isnan().any())
+        return is_read and alike(hidden, expected[:, TRIAL_CHUNK_SIZE:])
+
+
+@torch.no_grad()
+def counts_cached_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward gives a token after a cache the position after the cached tokens."""
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True, use_cache=True)
+    name, position = cache_argument(forward_parameters(backbone)), TRIAL_CHUNK_SIZE
+    first, token = ids[:, :position], ids[:, position : position + 1]
+    inputs: Sequence[dict[str, Tensor]] = ({}, {"position_ids": torch.full_like(token, position)})
+    hidden = []
+    with calling_original_forwards(model), in_eval_mode(model):
+        for positions in inputs:
+            cache = current_weights(model).run(lambda: forward(input_ids=first)).get(name)
+            if cache is None:
+                return True
+            call = functools.partial(forward, input_ids=token, **{name: cache}, **positions)
+            hidden.append(current_weights(model).run(call)[0])
+    return alike(*hidden)
+
+
+def _fill_last_state(cache: object, value: float) -> bool:
+    """Fill the recurrent state of a cache's last recurrent layer; return whether there is one."""
+    for layer in reversed(getattr(cache, "layers", ())):
+        for state in getattr(layer, "recurrent_states", {}).values():
+            if isinstance(state, Tensor):
+                state.fill_(value)
+                return True
+    return False
+
+
+def reproduces_padding(model: PreTrainedModel, compare_padded: Callable[[], float]) -> bool:
+    """Whether chunks give padding at the right the hidden states that the model itself gives it.
+
+    If not, warn and go on: only a loss that reads these hidden states is affected.
+
+    Args:
+        compare_padded: compares the gradients of a few padded tokens; raises Refused if they differ.
+    """
+    try:
+        compare_padded()
+    except Refused:
+        warnings.warn(
+            f"{original_class(model).__name__}: hidden states at padding, computed by chunks, differ from "
+            "the model's own (all others are the same): a loss that reads them gets a different gradient",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cache: bool | None) -> None:
+    """Warn if the model's own forward lets tokens see earlier documents, which chunks never do.
+
+    Args:
+        names: names of the call's inputs that describe the documents.
+        use_cache: the call's argument. transformers' models look for documents in position_ids only without
+            a cache.
+    """
+    if not keeps_documents_apart(model, names, use_cache):
+        warnings.warn(
+            "position_ids restart, so a row is read as packed documents, which chunks keep apart. Called "
+            f"like this, {original_class(model).__name__}'s own forward lets documents attend to earlier "
+            "ones. If a row is one document, give it position_ids that do not restart",
+            stacklevel=2,
+        )
+
+
+def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Refuse packed documents that the model's own forward does not keep apart, for a method that runs it.
+
+    Args:
+        names: names of the call's inputs that describe the documents.
+
+    Raises:
+        Refused: a document's tokens attend to earlier documents.
+    """
+    if not _hides_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
+        refuse(
+            model,
+            f"documents are marked by {', '.join(names)}, and its own code lets them attend to earlier ones",
+            "adjoint.Exact() keeps them apart",
+        )
+
+
+def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Tensor | int]:
+    """Return inputs that describe TOKENS as two documents, the second from token TRIAL_CHUNK_SIZE on.
+
+    Args:
+        names: the inputs to return, of `call.DOCUMENT_INPUTS` and "attention_mask".
+    """
+    positions = torch.arange(TOKENS, dtype=torch.int32)[None]
+    document = (positions >= TRIAL_CHUNK_SIZE).int()
+    offsets = torch.tensor([0, TRIAL_CHUNK_SIZE, TOKENS], dtype=torch.int32)
+    longest = max(TRIAL_CHUNK_SIZE, TOKENS - TRIAL_CHUNK_SIZE)
+    inputs: dict[str, Tensor | int] = {
+        "position_ids": (positions - TRIAL_CHUNK_SIZE * document).long(),
+        "attention_mask": torch.ones_like(positions).long(),
+        "seq_idx": document,
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return {name: inputs[name] for name in names}
+
+
+@torch.no_grad()
+def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -> bool:
+    """Whether these inputs hide the first TRIAL_CHUNK_SIZE tokens from the later ones.
+
+    The later tokens' hidden states, in a call with these inputs, must be those of a call with the later
+    tokens alone and without these inputs, where positions begin at 0."""
+    if fla.is_of_fla(model):
+        return fla.ignores_other_tokens(inputs)
+    backbone, ids = backbone_of(model), example_tokens(model)[0]
+    parameters = forward_parameters(backbone)
+    # Passed only if the signature names them. The others may reach layers through **kwargs.
+    optional = ("position_ids", "attention_mask", "use_cache")
+    accepted = {n: v for n, v in inputs.items() if n in parameters or n not in optional}
+    accepted = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in accepted.items()}
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
+    with calling_original_forwards(model):
+        hidden = current_weights(model).run(lambda: forward(input_ids=ids, **accepted))[0]
+        later = current_weights(model).run(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
+        return alike(hidden[:, TRIAL_CHUNK_SIZE:], later)
+
+
+@torch.no_grad()
+def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
+    """Whether a model's own forward accepts an input of this name without reading it.
+
+    The input is NaN for a few tokens: an output that reads it becomes NaN, or the forward fails. It runs in
+    the model's present mode, as Liger's forwards read some inputs in training alone.
+
+    Args:
+        has_labels: whether the call asks for a loss.
+    """
+    # An input that the signature names counts as read, one that **kwargs takes is tried, any other fails.
+    parameters = forward_parameters(model)
+    if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    ids, labels = example_tokens(model)
+    inputs = {"input_ids": ids, "use_cache": False, "return_dict": True} | (
+        {"labels": labels} if has_labels else {}
+    )
+    nan_input = torch.full(ids.shape, torch.nan, device=ids.device)
+    forward = functools.partial(original_class(model).forward, model, **inputs)
+    randomness, tensors = ChunkRandomness(model), UntrainedTensors(model.named_modules(), frozen=False)
+
+    def run(**more_inputs: object) -> tuple[Tensor, ...]:
+        with randomness.undone(), tensors.restored():  # dropout is the same each time
+            return current_weights(model).run(lambda: _tensors(forward(**more_inputs)))
+
+    with calling_original_forwards(model), pytorch_references(model), WithoutCheckpointing(model)():
+        expected = run()
+        try:
+            output = run(**{name: nan_input})
+        except MODEL_ERRORS:
+            return False
+    return len(output) == len(expected) and all(map(torch.equal, output, expected))
+
+
+def _tensors(output: Mapping[str, object] | Sequence[object]) -> tuple[Tensor, ...]:
+    """Return the tensors of a model's output. Which comes first is the class's choice."""
+    values = output.values() if isinstance(output, Mapping) else output
+    return tuple(value for value in values if isinstance(value, Tensor))

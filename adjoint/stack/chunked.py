@@ -1,0 +1,129 @@
+"""A `Stack` as the engine sees it (`engine.model.ChunkedModel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from adjoint.batch import Batch
+from adjoint.engine import shared_prefix
+from adjoint.engine.chunk_size import at_most, default_chunk_size
+from adjoint.engine.custom_layers import custom_class
+from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates
+from adjoint.engine.model import SharedRows
+from adjoint.engine.module_tensors import ModuleTensors
+from adjoint.engine.shared_prefix import Beginning, Rows, Segment
+from adjoint.engine.stage import check_windows
+from adjoint.engine.step import ChunkedStep
+from adjoint.engine.storage import Prefix
+from adjoint.errors import UserError
+from adjoint.kernels.checks import is_untouched, starts_in
+from adjoint.methods import Method
+from adjoint.parallel.access import weights_of, weights_type
+from adjoint.parallel.context import distribution_of, ranks_of
+from adjoint.parallel.tensor import (
+    reads_windows,
+)
+from adjoint.stack.structure import StackModules
+
+
+class StackCall(NamedTuple):
+    """A call of a `Stack` by chunks.
+
+    Attributes:
+        batch: with a state for each stage (`Stack.stage_states`).
+        method: which has chunks.
+        has_state: whether it begins with states of the caller's, or of an earlier call.
+        prefix: keys and values of the tokens before it that an earlier step has stored, or None.
+    """
+
+    batch: Batch
+    method: Method
+    has_state: bool = False
+    prefix: Prefix | None = None
+
+
+class ChunkedStack(StackModules):
+    """A `Stack` whose calls the engine runs by chunks."""
+
+    def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
+        """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
+        on_host, storage = weights_type(self).copies_from_host, method.storage
+        return default_chunk_size(self, input_ids, storage.recompute, storage.checkpoints, on_host)
+
+    def cut(self, call: StackCall, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
+        batch, method = call.batch, call.method
+        default = self.default_chunk_size(batch.ids, method)
+        if group is not None:
+            default = at_most(default, batch.seqlen, ranks_of(group))
+        return batch, method.engine_spec(batch.seqlen, default)
+
+    def step(
+        self,
+        call: StackCall,
+        batch: Batch,
+        spec: EngineSpec,
+        group: dist.ProcessGroup | None = None,
+        collect: CollectHiddenStates | None = None,
+    ) -> ChunkedStep:
+        stages, width = self.stages(spec.storage.recompute, reads_windows(spec)), self.config.d_model
+        if collect is not None:
+            stages[-1] = collect
+        check_windows(self.config, spec)
+        group = None if group is None or ranks_of(group) == 1 else group
+        weights = weights_of(self)
+        distribution = distribution_of(group, call.prefix)
+        if group is not None and (why := weights.why_not_shared(group)):
+            raise UserError(f"sequence_group: {why}")
+        weights.rest()
+        sweep = weights.sweep(ModuleTensors(self).restored)
+        step = ChunkedStep(stages, batch, spec, width, distribution=distribution, sweep=sweep)
+        step.verify()
+        return step
+
+    def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
+        batch, method = call.batch, call.method
+        if call.has_state or not method.share_prefixes or method.storage.memory is not None:
+            return None
+        if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
+            return None
+        is_split = self.tensor_parallel is not None or weights_type(self).is_gathered
+        if is_split or not is_untouched(self.embedding, nn.Embedding):
+            return None
+        if len(spans := _spans(batch)) == 1:
+            return None
+        targets, lengths = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
+        ids = shared_prefix.take_from(batch.ids, spans)
+        segments = shared_prefix.plan(Rows(ids, targets, [0] * len(spans), lengths, lengths))
+        if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
+            return None
+        shared_prefix.announce(self, segments, batch.ids.numel())
+        return SharedRows(segments, lengths, batch.ids.shape)
+
+    def segment_call(self, call: StackCall, segment: Segment, beginning: Beginning | None) -> StackCall:
+        batch, spans = call.batch, _spans(call.batch)
+        ids = shared_prefix.take_from(batch.ids, spans)(segment.rows, segment.start, segment.stop)
+        labels, weights = shared_prefix.targets_of(segment, _targets_in(batch, spans))
+        states = self.stage_states(self.initial_state(len(ids))) if beginning is None else beginning.states
+        inner = Batch(ids, labels, batch.divisor, states=states, weights=weights)
+        return StackCall(inner, call.method, True, None if beginning is None else beginning.prefix)
+
+    def join_prefixes(self) -> None:
+        raise AssertionError("a stack's attention reads keys and values where they are")
+
+
+def _spans(batch: Batch) -> list[range]:
+    """Return the tokens of each row, or of each packed document, counted through all rows."""
+    starts = [[0]] * batch.rows if batch.seq_idx is None else starts_in(batch.seq_idx)
+    return shared_prefix.spans_of(starts, batch.seqlen)
+
+
+def _targets_in(batch: Batch, spans: Sequence[range]) -> shared_prefix.Take:
+    """Return the function that reads a batch's shifted labels by rows, or by documents."""
+    if batch.seq_idx is not None:
+        return shared_prefix.take_from(batch.targets, spans)
+    return lambda rows, start, stop: batch.chunk(start, stop).targets[list(rows)]
