@@ -165,6 +165,15 @@ MULTIMODAL: dict[str, Row] = {
         {**QWEN_VISION, "image_size": 16},
         GLM_TOKENS,
     ),
+    "Glm5NextForConditionalGeneration": (
+        {
+            "text_config": {**{name: value for name, value in TEXT.items() if name != "head_dim"}, **GLM5},
+            "vision_config": {**QWEN_VISION, "image_size": 16, "projection_intermediate_size": 16},
+            **GLM_TOKENS,
+        },
+        6,
+        untyped(patches(96)),
+    ),
     "Gemma3ForConditionalGeneration": viewed(
         token_typed(SQUARES),
         WINDOWS,
@@ -214,15 +223,6 @@ MULTIMODAL: dict[str, Row] = {
         pixels(8, 32, images="input_features"),
     ),
 }
-MULTIMODAL["Glm5NextForConditionalGeneration"] = (
-    {
-        "text_config": {**{name: value for name, value in TEXT.items() if name != "head_dim"}, **GLM5},
-        "vision_config": {**QWEN_VISION, "image_size": 16, "projection_intermediate_size": 16},
-        **GLM_TOKENS,
-    },
-    6,
-    untyped(patches(96)),
-)
 
 
 @functools.cache
