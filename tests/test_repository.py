@@ -27,6 +27,7 @@ from adjoint.engine.weights import Weights
 from adjoint.methods import METHODS, Method
 from adjoint.parallel.access import KINDS
 
+pytestmark = pytest.mark.xdist_group("repository")  # one process reads all files
 ROOT = Path(__file__).resolve().parent.parent
 
 # The house from the ground up: a file imports only from entries before its own, and within its own folder.
@@ -72,7 +73,8 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports_of(path: Path, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports_of(path: Path, *, at_import: bool = False) -> list[tuple[int, str]]:
     """(line, dotted name) of each import of a file, relative ones resolved, `from a import b` as a.b.
 
     With `at_import`, only those that run when the file is imported: not in functions, not for type checkers.
@@ -86,14 +88,15 @@ def imports_of(path: Path, *, at_import: bool = False) -> Iterator[tuple[int, st
                 yield child
                 yield from walk(child)
 
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    package, imports = path.relative_to(ROOT).with_suffix("").parts[:-1], list[tuple[int, str]]()
     for node in walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            imports += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return imports
 
 
 def run_python(code: str, *path: Path) -> str:
