@@ -149,14 +149,14 @@ MUTATIONS: dict[str, Mutation] = {
         "engine/continuation.py",
         "return tuple(tensor if _can_get_gradient(tensor) else tensor.detach() for tensor in state)",
         "return tuple(tensor.detach() for tensor in state)",
-        "tests/hf/test_cache_gradients.py",
+        "tests/hf/test_carried_state.py",
     ),
     "ranks-agree": Mutation(
         "ranks of a sequence_group that call differently all stop",
         "parallel/context.py",
         "            if rank is not None:\n",
         "            if False:\n",
-        "tests/engine/test_sequence.py tests/hf/test_sequence_wrapped.py",
+        "tests/engine/test_sequence.py",
     ),
     "own-heads": Mutation(
         "norms of a rank's own heads get the sum of all ranks' gradients",

@@ -26,6 +26,9 @@ PLAIN = ("tests/layers/test_layers.py", "tests/data/test_data.py", "tests/data/t
 LAYOUTS = ("-k", "keeps_its_layout", COMPILED)
 KERNELS = ("-k", "keeps_its_layout or interpreter", COMPILED, "tests/kernels/test_triton_interpret.py")
 MODELS = ("tests/hf",)
+MODELS += tuple(
+    f"tests/engine/test_{name}.py" for name in ("binomial", "leaves", "sequence", "shared_prefix")
+)
 ZERO = ("-m", "slow or not slow", "tests/hf/test_zero.py")
 TRAINERS = ("tests/hf/test_loops.py", "tests/hf/test_trl_options.py")
 QUICK_OLD = ("-k", "models_own or again or refused or packed", WRAPPED)

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes share the cores. Set before torch is imported, so that it holds for every thread and process
     # that a test starts, too: with two OpenMP threads each they wait for one another most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.disable()  # until all is imported and collected: nothing of it is garbage
 
 import torch
 
@@ -55,6 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
+def pytest_collection_finish() -> None:
+    """Spare each garbage collection the walk over all modules and tests, which takes half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def own_size_unit() -> Iterator[None]:
     """Forgets the unit of sizes that a test's command was given, as the end of a process does."""
@@ -88,15 +96,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One small Ray for all tests that need it, which listens on loopback alone."""
+    """One small Ray for all tests of a file, which listens on loopback alone; its daemons are never idle."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs ray")
     # before ray is imported: it is read then
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # no idle workers, each of which imports Ray
+    os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     os.environ["ADJOINT_TEST_FAULT"] = str(tmp_path_factory.mktemp("fault") / "fault.json")
     import ray
 
@@ -111,6 +121,23 @@ def ray_on_loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def refused_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that starts a tiny run, by its flags, and returns its only error, a line with some words."""
+
+    def refuse(words: str, **flags: Any) -> str:
+        from tests.training_helpers import train_tiny
+
+        capsys.readouterr()
+        assert train_tiny(tmp_path, **flags) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and words in errors[0], errors
+        assert not (tmp_path / "run").exists()
+        return errors[0]
+
+    return refuse
 
 
 @pytest.fixture

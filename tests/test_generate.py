@@ -10,7 +10,7 @@ from tests.model_helpers import UNWINDOWED, VARIANTS, make_ids, make_model, rela
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
 @torch.no_grad()
 def test_temperature_zero_is_the_argmax_of_the_whole_sequence(variant: str) -> None:

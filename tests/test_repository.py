@@ -27,6 +27,7 @@ from adjoint.engine.weights import Weights
 from adjoint.methods import METHODS, Method
 from adjoint.parallel.access import KINDS
 
+pytestmark = pytest.mark.xdist_group("repository")  # one process reads all files
 ROOT = Path(__file__).resolve().parent.parent
 
 # The house from the ground up: a file imports only from entries before its own, and within its own folder.
@@ -72,7 +73,8 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports_of(path: Path, *, at_import: bool = False) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports_of(path: Path, *, at_import: bool = False) -> list[tuple[int, str]]:
     """(line, dotted name) of each import of a file, relative ones resolved, `from a import b` as a.b.
 
     With `at_import`, only those that run when the file is imported: not in functions, not for type checkers.
@@ -86,14 +88,15 @@ def imports_of(path: Path, *, at_import: bool = False) -> Iterator[tuple[int, st
                 yield child
                 yield from walk(child)
 
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    package, imports = path.relative_to(ROOT).with_suffix("").parts[:-1], list[tuple[int, str]]()
     for node in walk(syntax_tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            imports += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return imports
 
 
 def run_python(code: str, *path: Path) -> str:
@@ -113,22 +116,10 @@ def test_top_level_links(name: str) -> None:
     assert os.readlink(ROOT / name) == f"adjoint/{name}"
 
 
-def test_a_checkout_beside_a_script_does_not_hide_the_package(tmp_path: Path) -> None:
-    """Python would take a folder called adjoint beside a script for a namespace package of that name."""
-    (tmp_path / "adjoint" / "adjoint").mkdir(parents=True)
-    (tmp_path / "adjoint" / "adjoint" / "__init__.py").touch()
-    assert run_python("import adjoint; print(adjoint.Exact.__name__)", tmp_path).strip() == "Exact"
-
-
 def test_a_hugging_face_kernels_package_wins_over_the_link(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("OWNER = 'hugging face'\n")
     assert run_python("import kernels; print(kernels.OWNER)", ROOT, tmp_path).strip() == "hugging face"
-
-
-def test_transformers_mamba_imports_with_the_repository_first_on_the_path() -> None:
-    pytest.importorskip("transformers")
-    assert run_python("from transformers import MambaForCausalLM as M; print(M.__name__)", ROOT).strip()
 
 
 def test_import_needs_torch_and_numpy_alone() -> None:
@@ -162,6 +153,7 @@ print(adjoint.__file__)
 
 
 def test_importing_the_package_changes_nothing_outside_it() -> None:
+    """And the repository, first on the path, hides nothing that a model of transformers imports."""
     code = """
 import os, signal, warnings
 def outside():
@@ -172,12 +164,16 @@ import adjoint
 for name in adjoint.__all__:
     getattr(adjoint, name)
 assert outside() == before
+from transformers import MambaForCausalLM
 """
     pytest.importorskip("transformers")
     run_python(code, ROOT)
 
 
-def test_the_package_may_be_imported_where_gradients_are_off() -> None:
+def test_the_package_may_be_imported_where_gradients_are_off_and_beside_a_checkout(tmp_path: Path) -> None:
+    """Python would take a folder called adjoint beside a script for a namespace package of that name."""
+    (tmp_path / "adjoint" / "adjoint").mkdir(parents=True)
+    (tmp_path / "adjoint" / "adjoint" / "__init__.py").touch()
     code = """
 import torch, adjoint
 with torch.inference_mode():
@@ -186,7 +182,7 @@ model = adjoint.Stack(model.config)
 ids = torch.zeros(1, 3, dtype=torch.long)
 model(ids, labels=ids, method=adjoint.Exact(2)).loss.backward()
 """
-    run_python(code, ROOT)
+    run_python(code, tmp_path)
 
 
 def test_type_checkers_and_editors_are_told_the_names_that_there_are() -> None:
@@ -223,6 +219,7 @@ def module_of(name: str) -> Path | None:
     return None
 
 
+@functools.cache
 def arrows() -> dict[Path, set[Path]]:
     """Of each file of adjoint, the files that it imports anywhere, also inside functions."""
     return {

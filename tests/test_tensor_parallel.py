@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,76 +96,54 @@ def make(case: str) -> tuple[adjoint.Stack, adjoint.Stack]:
     return plain, split
 
 
-def as_one_process(case: str, methods: list[Any], seqlens: list[int], documents: bool = False) -> None:
-    plain, split = make(case)
-    assert sum(p.numel() for p in split.parameters()) < sum(p.numel() for p in plain.parameters())
-    for method in methods:
-        for seqlen in seqlens:
-            documents = documents and case != "own"
-            options = {"seq_idx": (torch.arange(seqlen) * 3 // seqlen).expand(2, -1)} if documents else {}
-            expected = results(plain, None, seqlen, lambda _, g: g, **options)
-            got = results(split, method, seqlen, split.tensor_parallel.gather, **options)
-            assert_same(got, expected, 1e-10)
-
-
-QUICK = ("mamba", "mamba2-groups", "multi-query")
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
-def test_each_mixer(case: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, as_one_process, case, [EXACT, None], [37])
-
-
-METHODS = [
-    adjoint.Exact(8, recompute="selective"),
-    adjoint.Exact(8, recompute="full"),
-    adjoint.Exact(8, keep="inputs"),
-    adjoint.Exact(4, checkpoints=2),
-    adjoint.LayerLocal(chunk_size=8),
-    adjoint.Backprop(),
-    adjoint.Backprop(checkpoint=True),
+METHODS: list[dict[str, Any]] = [
+    {"name": "Exact", "chunk_size": 8, "recompute": "selective"},
+    {"name": "Exact", "chunk_size": 8, "recompute": "full"},
+    {"name": "Exact", "chunk_size": 8, "keep": "inputs"},
+    {"name": "Exact", "chunk_size": 4, "checkpoints": 2},
+    {"name": "LayerLocal", "chunk_size": 8},
+    {"name": "Backprop"},
+    {"name": "Backprop", "checkpoint": True},
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_on_four_ranks(case: str, tmp_path: Path) -> None:
-    """Heads and groups are fewer than ranks in places; sequences and chunks have fewer tokens than ranks."""
-    on_ranks(4, tmp_path, as_one_process, case, [EXACT, None], [37, 3, 10], True, timeout=200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_methods(method: Any, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, by_method, "mamba", method)
-
-
-WINDOWS = [
-    adjoint.Truncated(5, 8),
-    adjoint.Truncated("auto", 8),
-    adjoint.LayerLocal(5, chunk_size=8),
-    adjoint.Truncated(16, 8, unbiased=True),
+WINDOWS: list[dict[str, Any]] = [
+    {"name": "Truncated", "window": 5, "chunk_size": 8},
+    {"name": "Truncated", "window": "auto", "chunk_size": 8},
+    {"name": "LayerLocal", "window": 5, "chunk_size": 8},
 ]
+LLAMA, DEFAULT = "LlamaForCausalLM", {"name": "Exact", "chunk_size": 8}
+WRAPPED = [{"name": "Exact", "chunk_size": 8, "recompute": "full"}, {"name": "Exact", "memory": "1GB"}]
+WRAPPED += [{"name": "MiniSequence"}]
+QUICK = ("mamba", "multi-query")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["mamba", "mamba2-groups", "diagonal", "dense"])
-@pytest.mark.parametrize("method", WINDOWS, ids=str)
-def test_windows(case: str, method: Any, tmp_path: Path) -> None:
-    """Every rank has all tokens of the residual stream."""
-    on_ranks(2, tmp_path, by_method, case, method)
+def cases_of_the_fuzzer() -> Iterator[Any]:
+    """Each mixer on two and four ranks, also with fewer heads, groups or tokens than ranks; each method."""
+    frozen = {"config": CASES["mamba"], "frozen": 0.4, "seqlen": 37}
+    cases = [{"config": c, "seqlen": 37} for c in CASES.values()] + [frozen]
+    for name, c in CASES.items():
+        packed = {} if name == "own" else {"documents": 0.1}
+        cases += [{"config": c, "ranks": 4, "seqlen": seqlen, **packed} for seqlen in (37, 3, 10)]
+    cases += [{"config": CASES["mamba"], "seqlen": n, "method": m} for m in METHODS for n in (37, 8)]
+    for name in ("mamba", "mamba2-groups", "diagonal", "dense"):  # every rank has all tokens of the stream
+        cases += [{"config": CASES[name], "seqlen": 37, "method": m} for m in WINDOWS]
+    cases += [{"model": LLAMA, "seqlen": 37, "method": m} for m in WRAPPED]
+    cases += [{"model": n, "seqlen": 37, "documents": 0.1} for n in (LLAMA, "Qwen3_5ForCausalLM")]
+    quick = [{"config": CASES[name], "seqlen": 37} for name in QUICK]
+    for case in cases:
+        name = case.get("model") or next(n for n, c in CASES.items() if c is case["config"])
+        rest = [f"{k}={v}" for k, v in case.items() if k not in ("config", "model")]
+        yield pytest.param(case, id="-".join([name, *rest]), marks=[] if case in quick else pytest.mark.slow)
 
 
-def by_method(case: str, method: Any) -> None:
-    plain, split = make(case)
-    for seqlen in (37, 8):
-        torch.manual_seed(3)
-        expected = results(plain, method, seqlen, lambda _, g: g)
-        torch.manual_seed(3)
-        assert_same(results(split, method, seqlen, split.tensor_parallel.gather), expected, 1e-10)
+@pytest.mark.parametrize("case", [*cases_of_the_fuzzer()])
+def test_loss_and_gradients_are_those_of_one_process(case: dict[str, Any]) -> None:
+    """Compare stacks and transformers' models, in two calls whose gradients are added up."""
+    pytest.importorskip("transformers")
+    from tests.fuzz import ranks
+
+    if "config" in case:
+        case = case | {"config": dataclasses.asdict(case["config"])}
+    ranks.check({"kind": "ranks", "way": "tensor", "batch": 2, "calls": 2, "method": DEFAULT, **case})
 
 
 def states_and_logits() -> None:
@@ -299,22 +277,6 @@ def in_bfloat16() -> None:
 @pytest.mark.slow
 def test_in_bfloat16(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, in_bfloat16)
-
-
-def frozen() -> None:
-    """Frozen weights stay without a gradient, also those whose gradients would be summed."""
-    plain, split = make("mamba")
-    for model in (plain, split):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" not in name and "in_proj" not in name)
-    expected = results(plain, EXACT, 37, lambda _, g: g)
-    for method in (EXACT, None):
-        assert_same(results(split, method, 37, split.tensor_parallel.gather), expected, 1e-10)
-
-
-@pytest.mark.slow
-def test_frozen_weights(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, frozen)
 
 
 def refusals() -> None:

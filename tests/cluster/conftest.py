@@ -11,7 +11,7 @@ from tests.cluster import faults
 from tests.training_helpers import train_tiny
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def undisturbed(ray_on_loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `faults.FLAGS` in which nothing fails."""
     folder = tmp_path_factory.mktemp("undisturbed")

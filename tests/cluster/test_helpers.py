@@ -141,7 +141,7 @@ def test_whoever_takes_what_the_result_is_the_same(
     assert all(same_bits(runs[0], other) for other in runs)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [None, 7])

@@ -150,7 +150,7 @@ FIRST_USES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("config, method, layout", FIRST_USES, ids=name_of)
 def test_kernels_are_first_used_before_messages_wait_on_the_device(
     config: StackConfig, method: Any, layout: Layout, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +195,7 @@ def test_weights_that_nothing_reads_stay_as_they_are(layout: Layout) -> None:
     trained(config, Exact(7), layout, [make_ids(4, 24)] * 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_several_batches_are_averaged_and_summed_once(
     tied: bool, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +246,7 @@ def test_trainable_tensors_that_no_module_lists_are_refused() -> None:
         together(shards, lambda shard: shard.accumulate(make_ids(2, 17)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", WINDOWED)
 def test_lower_precisions_are_as_near_as_in_one_process(variant: str, precision: str) -> None:
@@ -274,7 +274,7 @@ def test_lower_precisions_are_as_near_as_in_one_process(variant: str, precision:
 # ------------------------------------------------------------------------------------ weights and checkpoints
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shards", [1, 3])
@@ -305,7 +305,7 @@ def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shar
     assert torch.equal(torch.get_rng_state(), generator), "drawing a part's weights moves the generator"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("before, after", [(2, 2), (3, 1), (1, 3)])
 def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
@@ -348,7 +348,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_any_number_of_shards(
 # ------------------------------------------------------------------------------------ evaluation and samples
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "layout", [Layout(1), Layout(3), Layout(2, replicas=3), Layout(2, 3, 2)], ids=name_of
 )

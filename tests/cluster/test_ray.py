@@ -142,17 +142,13 @@ LAYER_LOCAL = {"method__name": "layer-local"}
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    ray_on_loopback: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: Any, said: str
+    ray_on_loopback: None, refused_run: Any, flags: Any, said: str
 ) -> None:
     flags = {key if "__" in key else f"cluster__{key}": value for key, value in flags.items()}
     flags = {"data__batch": 3, "model__n_layer": 5, "cluster__shards": 1} | flags
     if "method__name" not in flags:
         flags = {"method__chunk_size": 10} | flags
-    assert train_tiny(tmp_path, **flags) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1, error
-    assert said in error
-    assert not (tmp_path / "run").exists()
+    refused_run(said, **flags)
 
 
 # ------------------------------------------------------------------------------------------------- training

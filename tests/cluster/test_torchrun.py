@@ -1,4 +1,6 @@
-"""Runs whose processes torchrun or srun has started: here they are forked, with their environment."""
+"""Runs whose processes torchrun or srun has started: here they are forked, with their environment.
+
+They share rows, sequences and, with `cluster.tensor`, weights of our own model."""
 
 from __future__ import annotations
 
@@ -21,6 +23,10 @@ FLAGS: dict[str, Any] = {
     "training__precision": "float64",
     "training__steps": 6,
 }
+HYBRID = {"model__mixer": "[mamba2, attention]", "model__headdim": 16}
+SPLIT = HYBRID | {"model__headdim": 8, "model__num_attention_heads": 4, "model__d_intermediate": 24}
+SPLIT |= {"training__lr": 1e-3, "training__weight_decay": 0.1, "training__grad_clip": 0.3}
+SPLIT |= {"method__chunk_size": 9}
 
 
 def srun(rank: int, world: int) -> dict[str, str]:
@@ -30,46 +36,51 @@ def srun(rank: int, world: int) -> dict[str, str]:
 
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize(
-    "launcher, world, flags, sequence",
+    "launcher, world, flags, layout",
     [
-        (torchrun, 2, {"data__documents": "packed"}, 1),
-        (srun, 2, {}, 1),
-        (torchrun, 2, {"method__chunk_size": 5}, 2),
+        (torchrun, 2, {"data__documents": "packed"}, {}),
+        (srun, 2, {}, {}),
+        (torchrun, 2, {"method__chunk_size": 5}, {"sequence": 2}),
         pytest.param(
-            torchrun,
-            4,
-            {"model__mixer": "[mamba2, attention]", "model__headdim": 16, "method__chunk_size": 5},
-            2,
-            marks=pytest.mark.slow,
+            torchrun, 4, {**HYBRID, "method__chunk_size": 5}, {"sequence": 2}, marks=pytest.mark.slow
         ),
+        *(
+            pytest.param(torchrun, world, SPLIT, layout, marks=pytest.mark.slow)
+            for world, layout in [(2, {"tensor": 2}), (4, {"tensor": 4}), (4, {"tensor": 2})]
+        ),
+        pytest.param(torchrun, 4, SPLIT, {"tensor": 2, "sequence": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_processes_train_as_one(
     launcher: Any,
     world: int,
     flags: dict[str, Any],
-    sequence: int,
+    layout: dict[str, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Processes train as one, with unequal rows or shared sequences; process 0 alone writes.
+    """Losses, norms, weights and sample are those of one process; process 0 alone writes.
 
-    A run that goes on ends with the same bits.
+    Rows are unequal, or sequences or weights are shared. A run that goes on ends with the same bits, and one
+    process goes on from the processes' checkpoint.
     """
     assert train_tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "one") == 0
-    flags = flags | {"cluster__sequence": sequence}
-    argv = tiny(tmp_path, **FLAGS, **flags)
+    split = {f"cluster__{name}": number for name, number in layout.items()}
+    argv = tiny(tmp_path, **FLAGS, **flags, **split)
     environments = [launcher(rank, world) for rank in range(world)]
     assert started(environments, argv, monkeypatch) == [0] * world
     assert ("; chunks of each sequence shared by 2\n" in capfd.readouterr().out) == (sequence == 2)
     same_training(tmp_path / "run", tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "one", "run", "text.txt"]
     first = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
-    more = tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "again", run__resume=first)
+    more = tiny(tmp_path, **FLAGS, **flags, **split, run__dir=tmp_path / "again", run__resume=first)
     assert started(environments, more, monkeypatch) == [0] * world
     assert weights(tmp_path / "again", 6) == weights(tmp_path / "run", 6)
     assert [row["step"] for row in metrics(tmp_path / "again")] == [4, 5, 6]
+    if "tensor" in layout:
+        assert train_tiny(tmp_path, **FLAGS, **flags, run__dir=tmp_path / "alone", run__resume=first) == 0
+        assert metrics(tmp_path / "alone")[-1]["loss"] == pytest.approx(metrics(tmp_path / "one")[-1]["loss"])
 
 
 @pytest.mark.parametrize(
@@ -95,16 +106,11 @@ def test_processes_train_as_one(
     ],
 )
 def test_what_processes_refuse(
-    flags: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flags: Any, said: str, refused_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in torchrun(0, 2).items():
         monkeypatch.setenv(name, value)
-    assert train_tiny(tmp_path, **{**FLAGS, **flags}) == 2
-    assert said in capsys.readouterr().err
+    refused_run(said, **{**FLAGS, **flags})
 
 
 @pytest.mark.parametrize("count, local, found", [(4, 3, 3), (1, 0, 0), (1, 3, 0), (2, 2, None)])
@@ -122,3 +128,25 @@ def test_processes_of_torchrun_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="1 GPUs and more processes; start 1"):
         gpu_of(ProcessRank(0, 2, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"model__headdim": 32}, "cluster.tensor: layer 0 (mamba2): 2 ranks must divide the number of heads"),
+        ({"training__optimizer": "muon"}, "cluster.tensor: training.optimizer muon needs whole matrices"),
+        ({"method__memory": "1GB", "method__chunk_size": "null"}, "method.memory: ranks that split weights"),
+    ],
+    ids=str,
+)
+def test_weights_that_cannot_be_split_are_refused(
+    flags: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    argv = tiny(tmp_path, **{**FLAGS, **SPLIT, "cluster__tensor": 2, **flags})
+    assert started([torchrun(rank, 2) for rank in range(2)], argv, monkeypatch) == [2, 2]
+    assert message in capfd.readouterr().err

@@ -144,16 +144,8 @@ def test_a_killed_run_goes_on_and_one_process_reads_it(
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(
-    name: str,
-    flags: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, flags: Any, said: str, refused_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable, value in torchrun(0, 2).items():
         monkeypatch.setenv(variable, value)
-    flags = options(name, tmp_path, **{"cluster__tensor": 2, **flags})
-    capsys.readouterr()
-    assert train_tiny(tmp_path, **flags) == 2
-    assert said in capsys.readouterr().err
+    refused_run(said, **options(name, tmp_path, **{"cluster__tensor": 2, **flags}))

@@ -68,7 +68,7 @@ def gradients(model: Stack, loss: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "packed"])
 @pytest.mark.parametrize(
     "variant, bidirectional",

@@ -18,11 +18,13 @@ from adjoint.engine import binomial, budget
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import EngineSpec, Storage, Tile, make_grid
 from adjoint.engine.schedule import Action, Owners, Run, Schedule, keys_of, make_schedule, stored_states
+from adjoint.hf.stage import Backbone
+from tests.both_kinds import STACKS, ModelOfEitherKind
 from tests.engine.test_first_use import Leaky
 from tests.engine.test_own_layers import stack
 from tests.fuzz import stacks
 from tests.fuzz.oracle import same
-from tests.model_helpers import SIZES, UNWINDOWED, VARIANTS, assert_same, gradients, make_ids, make_model
+from tests.model_helpers import SIZES, assert_same, gradients, make_ids, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,7 +147,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return Counts(monkeypatch)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("chunk_size, states", [(9, 1), (9, 4), (8, 9), (5, 3), (50, 2), (9, 40)])
 def test_recomputed_chunks_are_the_formula_s_and_states_no_more_than_given(
     counts: Counts, chunk_size: int, states: int
@@ -163,7 +165,7 @@ def test_recomputed_chunks_are_the_formula_s_and_states_no_more_than_given(
 
 
 @pytest.mark.sampled(37)
-@pytest.mark.parametrize("variant", [*VARIANTS, *UNWINDOWED])
+@pytest.mark.parametrize("variant", STACKS)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_equal_backprop(variant: str, seed: int) -> None:
     """Odd lengths, several rows, packed documents, initial states, second backwards."""
@@ -171,7 +173,7 @@ def test_gradients_equal_backprop(variant: str, seed: int) -> None:
     seqlen = draw.choice((2, 11, 63, 100, 131))
     case = {
         "seed": seed,
-        "config": {**SIZES, **(VARIANTS | UNWINDOWED)[variant]},
+        "config": {**SIZES, **STACKS[variant]},
         "batch": draw.randint(1, 3),
         "seqlen": seqlen,
         "states": 1.0,
@@ -184,6 +186,67 @@ def test_gradients_equal_backprop(variant: str, seed: int) -> None:
         more = draw.choice(({}, {"offload": True}, {"recompute": "full"}, {"memory": "1GB"}, {"memory": 1}))
         got = stacks.run(case, model, Exact(size, checkpoints=states, **more), torch.float64)[0]
         same(got, expected)
+
+
+STARTS = torch.tensor([13, 15, 16, 33])
+ROUTED = {"output_router_logits": True}
+
+
+@pytest.mark.filterwarnings("ignore:position_ids restart")
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ["Mamba2ForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM"])
+def test_losses_and_gradients_of_wrapped_models_are_those_with_all_states(name: str, is_packed: bool) -> None:
+    """Rows of which one is padded, and a row in documents of several chunks, of a chunk and of less."""
+    case = ModelOfEitherKind(name, **ROUTED if name.startswith("Jamba") else {})
+    ids = make_ids(2, 47)
+    mask = torch.ones_like(ids)
+    mask[-1, -11:] = 0
+    inputs = case.inputs(ids, ids.masked_fill(mask == 0, -100), mask=mask)
+    if is_packed:
+        inputs = case.inputs(ids[:1], ids[:1], (torch.arange(47) >= STARTS[:, None]).sum(0)[None])
+    expected = case.results(Exact(3), inputs)
+    for states in (1, 4):
+        got = case.results(Exact(3, checkpoints=states), inputs)
+        assert_same(got, expected)
+        assert got["loss"] == expected["loss"]
+
+
+@pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
+def test_a_loss_of_hidden_states(name: str) -> None:
+    case = ModelOfEitherKind(name)
+    inputs, weights = case.inputs(make_ids(2, 40)), torch.arange(1.0, 41)[:, None]
+    expected = case.results(Exact(3), inputs, weights)
+    assert_same(case.results(Exact(3, checkpoints=2), inputs, weights), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, "1GB"])
+def test_dropout_is_drawn_again_alike(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk draws the same numbers each time, and generators' states are stored with the layers' alone."""
+    case, ids = ModelOfEitherKind("BambaForCausalLM", attention_dropout=0.4), make_ids(2, 40)
+    inputs, stored, forget = case.inputs(ids, ids), [], Backbone.forget
+
+    def counted(self: Backbone, start: int) -> None:
+        stored.append(len(self.randomness.states_by_chunk))
+        forget(self, start)
+
+    def results(states: int | None) -> dict[str, Tensor]:
+        method = Exact(3, checkpoints=states, memory=memory)
+        case.results(method, inputs)  # with the trials of first use
+        stored.clear()
+        torch.manual_seed(3)
+        return case.results(method, inputs) | {"drawn": torch.rand(())}
+
+    monkeypatch.setattr(Backbone, "forget", counted)
+    expected = results(None)
+    assert not stored
+    for states in (1, 4, 30):
+        got = results(states)
+        assert_same(got, expected)
+        assert got["loss"] == expected["loss"] and got["drawn"] == expected["drawn"]
+        if memory is None:  # those of the first chunk, of stored states, and of the chunk that has just run
+            assert stored and max(stored) <= states + 2
 
 
 class TwoBack(Leaky):

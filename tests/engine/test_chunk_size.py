@@ -49,7 +49,7 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
     return sum(memory.nbytes() for memory in held.values())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "options",
     [

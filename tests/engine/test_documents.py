@@ -107,7 +107,7 @@ def test_the_initial_state_belongs_to_the_first_document(method: str) -> None:
         assert relative(a, b) <= 1e-12
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "variant, method",
     [
@@ -132,7 +132,7 @@ def test_what_is_no_number_stays_in_its_document(variant: str | None, method: st
     assert found[0].norm() > 0 and relative(found[1], found[0]) <= 1e-10
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("method", ["exact", "truncated", "layer-local"])
 @pytest.mark.parametrize(
     "layout", [{"shards": 1}, {"shards": 3}, {"shards": 1, "sequence": 2}, {"shards": 2, "replicas": 2}]

@@ -128,7 +128,7 @@ GROWING = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("chunk_size", [1, 4, 30])
 @pytest.mark.parametrize(
     "config, layout", GROWING, ids=["-".join(map(str, row[1].items())) for row in GROWING]
@@ -196,7 +196,7 @@ def called(config: StackConfig, method: Any, ids: Tensor, seed: int = 0) -> tupl
     return out, current_gradients(stack)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", [*LAYOUTS[:2], *LAYOUTS[4:6]], ids=str)
 def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> None:
     config = StackConfig(**MIXED)
@@ -214,7 +214,7 @@ def test_the_same_draw_of_cuts_gives_the_same_gradients(how: dict[str, int]) -> 
         assert_same(got, exact, 1e-3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", [*LAYOUTS[:2], {"replicas": 2}], ids=str)
 @pytest.mark.parametrize("tolerance", [0.9, 0.7])  # all layers windowed; two of them not
 def test_windows_that_are_picked_are_those_of_one_process(how: dict[str, int], tolerance: float) -> None:

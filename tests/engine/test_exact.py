@@ -117,7 +117,7 @@ def test_all_labels_ignored_is_zero_with_a_warning(method: object) -> None:
     assert all((g == 0).all() for g in got.values())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant, cut", [("hybrid", 37), ("mixed, untied", 37), ("mixed, untied", 2)])
 def test_two_calls_with_the_state_passed_equal_one(variant: str, cut: int) -> None:
     """Of the mean loss of both pieces; no call predicts the second piece's first token."""
@@ -467,7 +467,7 @@ def test_with_room_for_it_the_sequence_is_one_chunk() -> None:
     assert_same(got, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_tile_computes_again_changes_no_bit(variant: str) -> None:
     model, ids = make_model(variant, torch.float32), make_ids(2, 257)

@@ -49,7 +49,7 @@ def results(method: Any, documents: Tensor | None, has_state: bool) -> dict[str,
     }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", ["plain", "documents", "state"])
 def test_hidden_states_are_those_of_the_whole(kind: str) -> None:
     options = DOCUMENTS if kind == "documents" else None, kind == "state"

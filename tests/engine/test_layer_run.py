@@ -66,7 +66,7 @@ def results() -> Any:
     return run
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant", ["mixed, untied", "hybrid"])
 @pytest.mark.parametrize("method", [Exact(5), Exact(5, checkpoints=2), Exact(5, recompute="full")], ids=str)
 def test_results_are_those_of_layers_bit_for_bit(results: Any, variant: str, method: Any) -> None:

@@ -90,6 +90,7 @@ def lose_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BetweenTiles, "state", state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("low_limit")
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_wrapped_model(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_large_programs_take_no_time() -> None:
 # --------------------------------------------------------------------------------------------- closed forms
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("shards", [1, 2, 3, 8, 33])
 @pytest.mark.parametrize("chunks", [1, 2, 5, 64])

@@ -11,94 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 import adjoint
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.recurrence import run_by_chunks
+from tests.fuzz import recurrences
+from tests.fuzz.oracle import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS, SEQLEN, WIDTH = 2, 37, 5
-
-
-class LeakyAverage(nn.Module):
-    """A recurrence whose state is nested: an average, a complex phase, a count of tokens and a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rate, self.angle = (
-            nn.Parameter(torch.full((WIDTH,), 0.3)),
-            nn.Parameter(torch.full((WIDTH,), 0.7)),
-        )
-
-    def initial(self) -> dict[str, Any]:
-        zeros = torch.zeros(ROWS, WIDTH)
-        phase = torch.ones(ROWS, WIDTH, dtype=torch.complex128)
-        return {"average": zeros, "more": [phase, torch.tensor(2**40), torch.tensor([True])]}
-
-    def forward(
-        self, x: dict[str, Tensor], state: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        average, (phase, count, flag), outputs = state["average"], state["more"], []
-        for value, weight in zip(x["value"].unbind(1), x["weight"].unbind(1), strict=True):
-            average = average + self.rate.sigmoid() * weight[:, None] * (value - average)
-            phase = phase * torch.exp(1j * self.angle) + average
-            count, flag = count + 1, ~flag
-            outputs.append(average * (1.0 + 0.1 * (count % 3)) + phase.imag * flag)
-        y = {"y": torch.stack(outputs, dim=1), "tokens": x["ids"] + 1}
-        return y, {"average": average, "more": [phase, count, flag]}
-
-
-def inputs_of_average() -> tuple[Any, Any, Any]:
-    cell = LeakyAverage()
-    x = {
-        "value": torch.randn(ROWS, SEQLEN, WIDTH, requires_grad=True),
-        "weight": torch.rand(ROWS, SEQLEN, requires_grad=True),
-        "ids": torch.arange(ROWS * SEQLEN).view(ROWS, SEQLEN),
-    }
-    state = tree_map(lambda t: t.requires_grad_() if t.is_floating_point() else t, cell.initial())
-    return cell, x, state
-
-
-def inputs_of(kind: type[nn.RNNBase]) -> tuple[Any, Any, Any]:
-    module = kind(WIDTH, 7, num_layers=2, batch_first=True)
-    state = [torch.randn(2, ROWS, 7, requires_grad=True) for _ in range(2)]
-    x = torch.randn(ROWS, SEQLEN, WIDTH, requires_grad=True)
-    return module, x, tuple(state) if kind is nn.LSTM else state[0]
-
-
-def inputs_of_closure() -> tuple[Any, Any, Any]:
-    """A plain function that reads a module, a tensor and a tensor with a graph of its own."""
-    module, x, state = inputs_of(nn.GRU)
-    scale, shift = torch.rand((), requires_grad=True), torch.rand(7, requires_grad=True)
-    computed = shift.exp()
-
-    def function(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y, state = module(x * scale, state)
-        return y + computed, state
-
-    function.parameters = lambda: [*module.parameters(), scale, shift]  # type: ignore[attr-defined]
-    return function, x, state
-
-
-CASES: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-    "LSTM": functools.partial(inputs_of, nn.LSTM),
-    "GRU": functools.partial(inputs_of, nn.GRU),
-    "nested": inputs_of_average,
-    "closure": inputs_of_closure,
-}
-RECURRENCES = pytest.mark.parametrize("name", CASES)
-
-
-def make(name: str, seed: int = 0) -> tuple[Any, Any, Any]:
-    torch.manual_seed(seed)
-    function, x, state = CASES[name]()
-    if isinstance(function, nn.Module):
-        function.double()
-    return function, x, state
 
 
 @pytest.fixture(autouse=True)
@@ -108,63 +33,53 @@ def in_float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-def results(
-    function: Any, x: Any, state: Any, run: Callable[..., Any]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the outputs and the gradients of a weighted sum of them: of x, the state and all parameters."""
-    outputs = tree_flatten(run(function, x, state))[0]
-    draw = torch.Generator().manual_seed(1)
-    value = torch.zeros(())
-    for t in outputs:
-        if t.requires_grad:
-            real = torch.view_as_real(t) if t.is_complex() else t
-            value = value + (real * torch.randn(real.shape, generator=draw)).sum()
-    leaves = [t for t in (*tree_flatten(x)[0], *tree_flatten(state)[0]) if t.requires_grad]
-    leaves += [*function.parameters()]
-    return [t.detach() for t in outputs], list(torch.autograd.grad(value, leaves, retain_graph=True))
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    for a, b in zip(got[0] + got[1], expected[0] + expected[1], strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        if a.is_floating_point() or a.is_complex():
-            assert (a - b).norm() <= 1e-10 * b.norm()
-        else:
-            assert torch.equal(a, b)
+def make_lstm() -> tuple[nn.LSTM, Tensor, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    state = torch.randn(2, ROWS, 7), torch.randn(2, ROWS, 7)
+    return nn.LSTM(WIDTH, 7, num_layers=2, batch_first=True), torch.randn(ROWS, SEQLEN, WIDTH), state
 
 
 def call_once(function: Any, x: Any, state: Any) -> Any:
     return function(x, state)
 
 
-@RECURRENCES
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "options", [{"chunk_size": 8}, {"chunk_size": 5, "checkpoints": 2}, {"chunk_size": 1}, {}]
+    "options",
+    [
+        {"chunk_size": 8, "form": "closure", "hooks": True, "again": True},
+        {"chunk_size": 5, "checkpoints": 2, "computed": True},
+        {"chunk_size": 1, "twice": True},
+        {"strided": True},
+        {"chunk_size": 8, "loss": True},
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_results_and_gradients_are_the_wholes(name: str, options: dict[str, int], seed: int) -> None:
-    function, x, state = make(name, seed)
-    run = functools.partial(adjoint.checkpoint_sequence, **options)
-    assert_same(results(function, x, state, run), results(function, x, state, call_once))
+@pytest.mark.parametrize("cell", [name for name in recurrences.CELLS if name != "counting"])
+def test_results_and_gradients_are_the_wholes(cell: str, options: dict[str, Any]) -> None:
+    """Cases of the fuzzer: of x, the state, parameters and what a closure reads; also a loss by chunks."""
+    recurrences.check(
+        {"kind": "recurrences", "seed": 0, "cell": cell, "batch": ROWS, "seqlen": SEQLEN, **options}
+    )
 
 
-@pytest.mark.parametrize("name", ["LSTM", "nested"])
+@pytest.mark.parametrize("cell", ["LSTM", "nested"])
 @pytest.mark.parametrize("checkpoints", [None, 2])
-def test_reverse_reads_the_last_token_first(name: str, checkpoints: int | None) -> None:
+def test_reverse_reads_the_last_token_first(cell: str, checkpoints: int | None) -> None:
     """Reading in reverse is flip, call, flip."""
-    function, x, state = make(name)
 
     def flipped(function: Any, x: Any, state: Any) -> Any:
-        y, after = function(tree_map(lambda t: t.flip(1), x), state)
+        y, after = function(tree_map(lambda t: t.flip(1), x), tree_map(torch.clone, state))
         return tree_map(lambda t: t.flip(1), y), after
 
+    case = {"seed": 0, "cell": cell, "batch": ROWS, "seqlen": SEQLEN}
     spec = EngineSpec(8, storage=Storage(checkpoints=checkpoints))
     run = functools.partial(run_by_chunks, spec=spec, reverse=True)
-    assert_same(results(function, x, state, run), results(function, x, state, flipped))
+    same(recurrences.life(case, run), recurrences.life(case, flipped))
 
 
 def test_weights_replaced_for_a_call_are_those_of_its_backward() -> None:
-    function, x, state = make("LSTM")
+    function, x, state = make_lstm()
     weights = {name: (p * 1.1).detach().requires_grad_() for name, p in function.named_parameters()}
     by_chunks = functools.partial(adjoint.checkpoint_sequence, function, chunk_size=8)
     grads = []
@@ -193,38 +108,8 @@ def test_the_graph_keeps_no_output() -> None:
     total.backward()
 
 
-@RECURRENCES
-def test_a_loss_by_chunks(name: str) -> None:
-    """The sum of a loss over chunks, without y as a whole."""
-    function, x, state = make(name)
-    target = torch.randn(ROWS, SEQLEN)
-
-    def loss(y: Any, target: Tensor) -> Tensor:
-        value = y["y"] if isinstance(y, dict) else y
-        return ((value.sum(-1) - target) ** 2).sum()
-
-    def expected(function: Any, x: Any, state: Any) -> Any:
-        y, after = function(x, state)
-        return loss(y, target), after
-
-    run = functools.partial(adjoint.checkpoint_sequence, chunk_size=8, loss=loss, target=target)
-    assert_same(results(function, x, state, run), results(function, x, state, expected))
-
-
-def test_backward_fills_grad_once_with_hooks_and_twice_if_asked() -> None:
-    function, x, state = make("LSTM")
-    hooked: list[Tensor] = []
-    function.weight_ih_l0.register_hook(hooked.append)
-    y, _ = adjoint.checkpoint_sequence(function, x, state, chunk_size=8)
-    y.sum().backward(retain_graph=True)
-    first = function.weight_ih_l0.grad.clone()
-    y.sum().backward()
-    assert len(hooked) == 2 and torch.equal(hooked[0], first)
-    assert torch.allclose(function.weight_ih_l0.grad, 2 * first, rtol=1e-12)
-
-
 def test_without_gradients_nothing_is_kept() -> None:
-    function, x, state = make("LSTM")
+    function, x, state = make_lstm()
     with torch.no_grad():
         y, after = adjoint.checkpoint_sequence(function, x, state, chunk_size=8)
         expected = function(x, state)

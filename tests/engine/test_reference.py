@@ -25,7 +25,7 @@ def make_batch(batch: int, seqlen: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("n_layer", [1, 3])
 @pytest.mark.parametrize("structure", [*STRUCTURES, "all three"])
 def test_methods_are_the_reference_at_every_window(structure: str, n_layer: int) -> None:

@@ -1,4 +1,6 @@
-"""One sequence over the ranks of a process group: loss, states and gradients are those of one process."""
+"""Sequences that the ranks of a process group share: loss, states and gradients are those of one process.
+
+Keys and values stay where they were made; recurrent states go on to the next rank."""
 
 from __future__ import annotations
 
@@ -12,50 +14,83 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
+import adjoint
+from adjoint import Backprop, Exact, LayerLocal, Truncated
 from adjoint.engine.grid import make_grid
 from adjoint.engine.schedule import Owners, Send, make_schedule
 from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
+from adjoint.parallel import kv
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.transport import Alone, GroupTransport
+from tests.both_kinds import STACKS, ModelOfEitherKind
 from tests.cluster.test_layouts import Spare
 from tests.model_helpers import (
     RECURRENT,
-    SIZES,
     assert_same,
     current_gradients,
     draw_states,
     make_ids,
     make_model,
+    nothing_held,
     random_from,
 )
 from tests.ranks import RANKS, THOROUGH, on_ranks, refused
 
 pytestmark = pytest.mark.xdist_group("sequence")
+IDS = make_ids(2, 31)
 METHODS: list[Any] = [
     *(Exact(5, keep="inputs"), Exact(6, recompute="full"), Exact(), Exact(5, offload=True)),
     *(Truncated(11, 3), LayerLocal(None, 8), LayerLocal(5, 8)),
 ]
+# Of stacks with attention, beside recurrences.
+HYBRIDS: list[tuple[list[str], dict[str, Any]]] = [
+    (["attention", "attention"], {}),
+    (["mamba", "attention", "mamba2", "attention"], {}),
+    (["attention", "gated_deltanet", "mamba3"], {}),
+    (["mamba2", "attention", "attention"], {"attention_d_conv": 3}),  # states cross inside of attention, too
+    (["mamba", "attention", "diagonal"], {"sliding_window": 4}),
+    (["attention", "mamba"], {"sliding_window": 20}),  # reaches over several chunks
+]
+WRAPPED = "BambaForCausalLM"  # a recurrence and attention
+NAMES = [f"{n}ForCausalLM" for n in ("Mamba", "Mamba2", "Llama", "Bamba", "Gemma3", "Zamba")]
+ROUTED = ["MixtralForCausalLM", "Qwen3NextForCausalLM"]
+RAGGED = torch.tensor([[0] * 9 + [1] * 22, [0] * 4 + [1] * 1 + [2] * 26])
 
 
 def world() -> Any:
     return dist.group.WORLD
 
 
-def both(model: Stack, method: Any, group: Any, ids: Tensor, **given: Any) -> None:
-    """Loss and gradients in one process, and over the group."""
-    given = {"labels": ids, "method": method, **given}
-    found = []
-    for more in ({}, {"sequence_group": group}):
-        model.zero_grad(set_to_none=True)
-        loss = model(ids, **given, **more).loss
-        loss.backward()
-        found.append((loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (loss, gradients), (shared, over_group) = found
-    assert shared == pytest.approx(loss, rel=1e-12)
-    assert_same(over_group, gradients, 1e-10)
-    model.zero_grad(set_to_none=True)
+def hybrid(mixer: list[str], **more: Any) -> ModelOfEitherKind:
+    return ModelOfEitherKind("attention", mixer=mixer, n_layer=len(mixer), **more)
+
+
+def compare(
+    case: ModelOfEitherKind,
+    method: Any,
+    ids: Tensor = IDS,
+    group: Any = None,
+    options: dict[str, Any] | None = None,
+    **batch: Any,
+) -> None:
+    """Compare loss and gradients over a group with those of one process.
+
+    Args:
+        options: of each call.
+        batch: labels, documents and attention mask.
+    """
+    inputs = case.inputs(ids, **{"labels": ids, **batch}) | (options or {})
+    is_reference = isinstance(method, Exact) and ids is IDS and (case.is_stack or "documents" not in batch)
+    expected = case.results(None if is_reference else method, inputs)
+    got = case.results(method, inputs, group=group or world())
+    assert got["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-12)
+    assert got.keys() == expected.keys()
+    sizes, limit = ({n: float(g.norm()) for n, g in each.items()} for each in (got, expected)), 1e-13
+    zeros = [{n for n, size in of.items() if size < limit * max(of.values())} for of in sizes]  # but rounding
+    assert zeros[0] == zeros[1]
+    assert_same(*({n: each[n] for n in each.keys() - zeros[0]} for each in (got, expected)), 1e-10)
+    case.model.zero_grad(set_to_none=True)
 
 
 # -------------------------------------------------------------------------------- the same gradients
@@ -63,47 +98,113 @@ def both(model: Stack, method: Any, group: Any, ids: Tensor, **given: Any) -> No
 
 def every_mixer(thorough: bool) -> None:
     for variant in (*RECURRENT, "mamba, MLP, untied", "mamba3, mimo") if thorough else ("mamba2", "kda"):
-        both(make_model(variant), Exact(7), world(), make_ids(2, 31))
+        case = ModelOfEitherKind(variant)
+        compare(case, Exact(7))
         if variant in WINDOWED:
-            both(make_model(variant), Truncated(5, 8), world(), make_ids(2, 31))
-    model = make_model("mixed, untied")
+            compare(case, Truncated(5, 8))
+    case = ModelOfEitherKind("mixed, untied")
     for method in METHODS if thorough else METHODS[::4]:
-        both(model, method, world(), make_ids(2, 31))
+        compare(case, method)
+    methods = [Exact(5, recompute="selective"), Exact(7, keep="inputs"), Exact(), Exact(4, recompute="full")]
+    for mixer, more in HYBRIDS if thorough else HYBRIDS[1:2]:
+        case = hybrid(mixer, **more)
+        for method in methods if thorough else methods[:2]:
+            compare(case, method)
+    compare(hybrid(*HYBRIDS[1][:1]), LayerLocal(None, 8))
 
 
 @pytest.mark.parametrize("thorough", THOROUGH)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_recurrent_mixer_and_method(ranks: int, thorough: bool, tmp_path: Path) -> None:
+def test_every_mixer_and_method(ranks: int, thorough: bool, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, every_mixer, thorough)
 
 
-def batches(thorough: bool) -> None:
-    model, ids = make_model("mixed, untied"), make_ids(2, 31)
-    ragged = torch.tensor([[0] * 9 + [1] * 22, [0] * 4 + [1] * 1 + [2] * 26])
-    for method in (Exact(5), Truncated(6, 4)) if thorough else (Exact(5),):
-        both(model, method, world(), ids, seq_idx=ragged)
-        flat = torch.tensor([0, 9, 12, 31])
-        both(model, method, world(), ids[:1], cu_seqlens=flat)
-        both(model, method, world(), ids, labels=ids.masked_fill(ids < 6, -100))
-        for seqlen in (
-            (1, 2, 11) if thorough else (11,)
-        ):  # ranks without a chunk, and with one more than others
-            both(model, method, world(), ids[:, :seqlen])
-    model.layers[1].requires_grad_(False)
-    model.embedding.requires_grad_(False)
-    both(model, Exact(5), world(), ids)
-    with torch.no_grad():  # a loss alone
-        alone, shared = (model(ids, ids, Exact(5), sequence_group=g).loss for g in (None, world()))
-    assert shared.item() == pytest.approx(alone.item(), rel=1e-12)
-    torch.manual_seed(3)
-    unread = Stack(StackConfig(**{**SIZES, "mixer": f"{Spare.__module__}:Spare"})).double()
-    both(unread, Exact(5), world(), ids)
+def batches(case: ModelOfEitherKind, thorough: bool) -> None:
+    mask, options = torch.arange(31)[None] < torch.tensor([[31], [22]]), {}
+    if case.model.__class__.__name__ in ROUTED:
+        options = {"output_router_logits": True}
+    compare(case, Exact(5), documents=RAGGED[:1], ids=IDS[:1], labels=IDS[:1], options=options)
+    compare(case, Exact(5), labels=IDS.masked_fill(~mask, -100), mask=mask.long(), options=options)
+    # ranks without a chunk, and with one more than others
+    for seqlen in (1, 2, 6, 11) if thorough and case.is_stack else (11,):
+        compare(case, Exact(5), IDS[:, :seqlen], labels=IDS[:, :seqlen], options=options)
+    if case.is_stack:
+        compare(case, Exact(5), documents=RAGGED)
+        compare(case, Exact(5), documents=torch.arange(31).expand(2, -1) // 3)
+        compare(case, Exact(5), IDS[:1], labels=IDS[:1], options={"cu_seqlens": torch.tensor([0, 9, 12, 31])})
+    elif thorough:
+        for method in (Exact(), Exact(9, recompute="full"), Truncated(16, 8)):
+            compare(case, method, options=options)
 
 
-@pytest.mark.parametrize("thorough", THOROUGH)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_documents_short_sequences_frozen_layers(ranks: int, thorough: bool, tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, batches, thorough)
+ATTENDING = {"mixer": HYBRIDS[3][0], "n_layer": 3, **HYBRIDS[3][1]}
+
+
+@pytest.mark.parametrize(("name", "options"), [("attention", ATTENDING), (WRAPPED, {})])
+def test_documents_short_sequences_padding(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    on_ranks(3, tmp_path, batches, ModelOfEitherKind(name, **options), False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["mixed, untied", *NAMES, *ROUTED])
+def test_batches_of_each_model(name: str, ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, batches, ModelOfEitherKind(name), True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("mixer", "more"), HYBRIDS, ids=str)
+def test_batches_of_hybrids(mixer: list[str], more: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, batches, hybrid(mixer, **more), True)
+
+
+def frozen() -> None:
+    """Layers below a trained one need not be backpropagated through in the first chunk, but in later
+    ones; a weight that nothing reads has no gradient; a frozen model has a loss alone."""
+    case = hybrid(HYBRIDS[1][0])
+    case.model.requires_grad_(False)
+    for trained in (case.model.layers[1].mixer.out_proj, case.model.layers[2]):
+        trained.requires_grad_(True)
+        compare(case, Exact(5))
+    compare(ModelOfEitherKind("mamba", mixer=f"{Spare.__module__}:Spare"), Exact(5))
+    for case in (ModelOfEitherKind("mixed, untied"), ModelOfEitherKind("LlamaForCausalLM")):
+        case.model.requires_grad_(False)
+        inputs = case.inputs(IDS, IDS)
+        with torch.no_grad(), case.double():
+            alone, shared = (case.call(m, inputs, g).loss for m, g in ((None, None), (Exact(5), world())))
+        assert shared.item() == pytest.approx(alone.item(), rel=1e-12)
+
+
+def test_frozen_layers(tmp_path: Path) -> None:
+    ModelOfEitherKind("LlamaForCausalLM")  # imported once, before the ranks are there
+    on_ranks(2, tmp_path, frozen)
+
+
+def in_turns() -> None:
+    compare(hybrid(*HYBRIDS[1][:1]), Exact(3))
+
+
+def test_ranks_ask_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where more ranks are asked than are at a time, and some have no chunk in the first round."""
+    monkeypatch.setattr(kv, "QUERIES_AHEAD", 1)
+    on_ranks(4, tmp_path, in_turns)
+
+
+def check_call(case: ModelOfEitherKind) -> None:
+    compare(case, Exact(7))
+
+
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("Mamba2ForCausalLM", marks=pytest.mark.slow)])
+def test_processes_that_were_started_apart_agree(name: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_call, ModelOfEitherKind(name), start="spawn")
+
+
+def test_attention_of_another_kind(tmp_path: Path) -> None:
+    """A model's own attention needs all keys in one process."""
+    case = ModelOfEitherKind("LlamaForCausalLM")
+    case.model.set_attn_implementation("eager")
+    on_ranks(2, tmp_path, check_call, case)
 
 
 # Lengths of documents as in flash-linear-attention's tests of context parallelism, a 16th of theirs: ranks
@@ -141,50 +242,71 @@ def cut_documents(variants: list[str]) -> None:
                 assert_same(current_gradients(model), expected, 1e-10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_documents_cut_by_ranks(ranks: int, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, cut_documents, RECURRENT)
+
+
+def states(mixers: list[tuple[list[str], dict[str, Any]]]) -> None:
+    """States before the sequence, also keys and values, have the whole's gradients; final ones are
+    everybody's, also backpropagated from."""
+    for mixer, more in mixers:
+        model, ids, rand = hybrid(mixer, **more).model, IDS[:, :23], random_from(2)
+        given, ends = draw_states(model, 2, rand, tokens=3), draw_states(model, 2, rand, tokens=26)
+        for documents in (None, RAGGED[:, :23]):
+            results = []
+            for group in (None, world()):
+                model.zero_grad()
+                state = [tuple(s.clone().requires_grad_() for s in each) for each in given]
+                out = model(
+                    ids, ids, Exact(5), state, return_state=True, seq_idx=documents, sequence_group=group
+                )
+                final, seeds = ([s for layer in of_layers for s in layer] for of_layers in (out.state, ends))
+                total = 3 * out.loss + sum((s * d).sum() for s, d in zip(final, seeds, strict=True))
+                total.backward(retain_graph=True)  # the second backward computes all chunks again
+                total.backward()
+                initial = {f"{k}.{i}": s.grad for k, each in enumerate(state) for i, s in enumerate(each)}
+                finals = {f"final {i}": s.detach() for i, s in enumerate(final)}
+                results.append(initial | finals | current_gradients(model))
+            assert_same(results[1], results[0], 1e-10)
+
+
+MIXED: tuple[list[str], dict[str, Any]] = STACKS["mixed, untied"]["mixer"], {"tie_embeddings": False}
+
+
+def pasts_of_two_lengths() -> None:
+    model, ids = hybrid(["attention", "attention"]).model, make_ids(2, 9)
+    first, second = draw_states(model, 2, random_from(2), tokens=3)
+    shorter = tuple(s[:, :, 1:] for s in second)
+    with refused("initial states have keys of [2, 3] tokens"):
+        model(ids, ids, Exact(5), [first, shorter], sequence_group=world())
+
+
 @pytest.mark.parametrize(
-    ("ranks", "variants"),
+    ("ranks", "mixers"),
     [
-        pytest.param(2, RECURRENT, marks=pytest.mark.slow),
-        pytest.param(4, RECURRENT, marks=pytest.mark.slow),
+        (3, [HYBRIDS[4]]),
+        *(pytest.param(n, [HYBRIDS[1], MIXED], marks=pytest.mark.slow) for n in (2, 3)),
     ],
 )
-def test_documents_cut_by_ranks(ranks: int, variants: list[str], tmp_path: Path) -> None:
-    on_ranks(ranks, tmp_path, cut_documents, variants)
+def test_initial_and_final_states(ranks: int, mixers: Any, tmp_path: Path) -> None:
+    on_ranks(ranks, tmp_path, states, mixers)
 
 
-def states() -> None:
-    """Initial states have the whole's gradients, final ones are everybody's, also backpropagated from."""
-    model, ids, rand = make_model("mixed, untied"), make_ids(2, 23), random_from(2)
-    given = draw_states(model, 2, rand)
-    seeds = [tuple(rand(*s.shape) for s in state) for state in given]
-    found = []
-    for group in (None, world()):
-        model.zero_grad()
-        state = [tuple(s.clone().requires_grad_() for s in each) for each in given]
-        out = model(ids, ids, Exact(5), state, return_state=True, sequence_group=group)
-        pairs = [(s, d) for e, ds in zip(out.state, seeds, strict=True) for s, d in zip(e, ds, strict=True)]
-        total = 3 * out.loss + sum((s * d).sum() for s, d in pairs)
-        total.backward(retain_graph=True)  # the second backward computes all chunks again
-        total.backward()
-        initial = {f"{k}.{i}": s.grad for k, each in enumerate(state) for i, s in enumerate(each)}
-        final = {f"final {i}": s.detach() for i, (s, _) in enumerate(pairs)}
-        found.append(initial | final | current_gradients(model))
-    assert_same(found[1], found[0], 1e-10)
-
-
-def test_initial_and_final_states(tmp_path: Path) -> None:
-    on_ranks(3, tmp_path, states)
+def test_initial_keys_are_of_one_length(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, pasts_of_two_lengths)
 
 
 def random_cuts() -> None:
     """Whatever a rank's generator is at, the cuts are those that rank 0 has drawn."""
-    model, ids, found = make_model("mixed, untied"), make_ids(2, 31), []
+    model, gradients = make_model("mixed, untied"), []
     for group in (None, world()):
         torch.manual_seed(7 if group is None else 7 + dist.get_rank())
         model.zero_grad()
-        model(ids, ids, Truncated(8, 2, unbiased=True), sequence_group=group).loss.backward()
-        found.append(current_gradients(model))
-    assert_same(found[1], found[0], 1e-10)
+        model(IDS, IDS, Truncated(8, 2, unbiased=True), sequence_group=group).loss.backward()
+        gradients.append(current_gradients(model))
+    assert_same(gradients[1], gradients[0], 1e-10)
 
 
 def test_random_cuts_are_one_ranks(tmp_path: Path) -> None:
@@ -217,38 +339,158 @@ def test_a_loop_around_it_sees_the_whole(tmp_path: Path) -> None:
     on_ranks(3, tmp_path, loop)
 
 
-def meshes(thorough: bool) -> None:
-    """Rows over one dimension of a mesh, sequences over the other."""
+def full_gradients(model: Any) -> dict[str, Tensor]:
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}
+
+
+def meshes(name: str, thorough: bool) -> None:
+    """Rows over one dimension of a mesh, sequences over the other; DDP or FSDP2 reduces gradients."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    ids, row = make_ids(2, 23), mesh.get_local_rank("data")
-    whole = make_model("mixed, untied")
-    whole(ids, ids, Exact(5)).loss.backward()
-    expected = current_gradients(whole)
-    names = "ddp over data", "fully_shard", "ddp", "fully_shard over data"
-    for name in names if thorough else names[:2]:
-        model: Any = make_model("mixed, untied")
+    row, reference = mesh.get_local_rank("data"), ModelOfEitherKind(name)
+    expected = reference.results(None, reference.inputs(IDS, IDS))
+    expected.pop("loss")
+    kinds = "ddp over data", "fully_shard", "ddp", "fully_shard over data"
+    for kind in kinds if thorough else kinds[:2]:
+        case, data = ModelOfEitherKind(name), mesh["data"] if kind.endswith("data") else None
+        model, inputs = case.model, case.inputs(IDS[row : row + 1], IDS[row : row + 1])
+        if case.is_stack:
+            inputs |= {"method": Exact(7), "sequence_group": mesh["sequence"]}
+        else:
+            model = case.prepare(Exact(7), mesh["sequence"])
         called: Any = model
-        data = mesh["data"] if name.endswith("data") else None
-        if name.startswith("ddp"):
+        if kind.startswith("ddp"):
             called = DistributedDataParallel(model, process_group=data and data.get_group())
         else:
             called = fully_shard(model, mesh=data or dist.init_device_mesh("cpu", (4,)))
-        own = ids[row : row + 1]
-        called(own, labels=own, method=Exact(5), sequence_group=mesh["sequence"]).loss.backward()
-        found = {n: p.grad for n, p in model.named_parameters()}
-        found = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
-        assert_same(found, expected, 1e-10)
+        with case.double():
+            called(**inputs).loss.backward()
+        assert_same(full_gradients(model), expected, 1e-10)
+
+
+MESHES = ["mixed, untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", WRAPPED))]
 
 
 @pytest.mark.parametrize("thorough", THOROUGH)
-def test_replicas_and_sequences_on_a_mesh(thorough: bool, tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, meshes, thorough)
+@pytest.mark.parametrize("name", MESHES)
+def test_replicas_and_sequences_on_a_mesh(name: str, thorough: bool, tmp_path: Path) -> None:
+    ModelOfEitherKind(name)  # imported once, before the ranks are there
+    on_ranks(4, tmp_path, meshes, name, thorough)
+
+
+def sharded_layers(name: str, options: dict[str, Any], seqlens: list[int]) -> None:
+    """FSDP reduces gradients of layers over rows, and they are summed over the sequence once.
+
+    Layers that are sharded over everything are refused: ranks of a sequence may not share them."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    row, group = mesh.get_local_rank("data"), mesh["sequence"]
+
+    def shard(mesh: Any) -> ModelOfEitherKind:
+        case = ModelOfEitherKind(name, **options)
+        layers = case.model.layers if case.is_stack else case.prepare(Exact(7), group).model.layers
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(case.model, mesh=mesh)
+        return case
+
+    case, reference = shard(mesh["data"]), ModelOfEitherKind(name, **options)
+    for seqlen in seqlens:  # also where ranks have no chunk
+        ids = IDS[:, :seqlen]
+        expected = reference.results(None, reference.inputs(ids, ids))
+        expected.pop("loss")
+        inputs = case.inputs(ids[row : row + 1], ids[row : row + 1])
+        with case.double():
+            for factor in (0.25, 0.75):  # accumulated
+                (factor * case.call(Exact(7), inputs, group).loss).backward()
+        assert_same(full_gradients(case.model), expected, 1e-10)
+        case.model.zero_grad()
+    inputs = case.inputs(IDS, IDS)
+    crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("row", "shard"))["shard"]
+    for other, words in (
+        (dist.init_device_mesh("cpu", (4,)), r'layers under fully_shard.*mesh\["data"\]'),
+        (crossed, "the same rank in their groups"),
+    ):
+        case = shard(other)
+        with pytest.raises(UserError, match=f"sequence_group: .*{words}"):
+            case.call(Exact(7), inputs, group)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "seqlens"),
+    [
+        ("mamba", {"mixer": ["mamba", "mamba2"]}, [23, 4]),
+        pytest.param(WRAPPED, {}, [31, 5], marks=pytest.mark.slow),
+        pytest.param("LlamaForCausalLM", {}, [31, 5], marks=pytest.mark.slow),
+        pytest.param(  # states cross inside of attention
+            "attention",
+            {"mixer": ["mamba2", "attention", "mamba"], "n_layer": 3, "attention_d_conv": 3},
+            [23, 4, 9],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_layers_under_fully_shard(
+    name: str, options: dict[str, Any], seqlens: list[int], tmp_path: Path
+) -> None:
+    ModelOfEitherKind(name, **options)  # imported once, before the ranks are there
+    on_ranks(4, tmp_path, sharded_layers, name, options, seqlens)
+
+
+def precisions() -> None:
+    """Errors in float32 and bfloat16 are about those of one process, though each rank rounds its part
+    once more; every run has the same bits."""
+    exact, ids = hybrid(["mamba", "attention", "attention"]).model, IDS
+    exact(ids, ids, Exact(31)).loss.backward()
+    expected = current_gradients(exact)
+    model = hybrid(["mamba", "attention", "attention"]).model.float()
+    for dtype in (torch.float32, torch.bfloat16):
+        results: dict[str, Any] = {}
+        for name, group in (("alone", None), ("shared", world()), ("again", world())):
+            model.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = model(ids, ids, Exact(7), sequence_group=group).loss
+            loss.backward()
+            results[name] = current_gradients(model)
+        distances = {
+            name: max(float((g[n] - e).norm() / e.norm()) for n, e in expected.items())
+            for name, g in results.items()
+        }
+        assert distances["shared"] <= 2 * distances["alone"], (dtype, distances)
+        assert all(torch.equal(results["shared"][n], results["again"][n]) for n in expected)
+
+
+def test_other_precisions(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, precisions)
 
 
 # -------------------------------------------------------------------------------- messages and memory
+
+
+def check_nothing_held(group: Any) -> None:
+    """Assert that a step leaves no tensors behind: after a backward, without one, and without gradients."""
+    for name in ("hybrid", WRAPPED):
+        for recompute in ("none", "selective", "full"):
+            case, method = ModelOfEitherKind(name), Exact(7, recompute=recompute)
+            inputs = case.inputs(IDS, IDS, RAGGED if case.is_stack and recompute == "full" else None)
+            if case.is_stack:  # what PyTorch imports at first may hold frames
+                case.call(method, inputs, group).loss.backward()
+            with case.double(), nothing_held():
+                case.call(method, inputs, group).loss.backward()
+                case.call(method, inputs, group)
+                with torch.no_grad():
+                    case.call(method, inputs, group)
+
+
+@pytest.mark.slow
+def test_a_step_is_gone_when_it_is_done(tmp_path: Path) -> None:
+    check_nothing_held(None)
+    on_ranks(2, tmp_path, lambda: check_nothing_held(world()))
 
 
 def counted(seqlen: int, chunk: int) -> None:
@@ -348,7 +590,7 @@ def disagreement() -> None:
     with refused("multiplied by 1 on rank 0 and by 2 on rank 1"):
         model = make_model("mamba")
         (model(ids, ids, Exact(5), sequence_group=world()).loss * (1 + rank)).backward()
-    both(model, Exact(5), world(), ids)  # nothing of it is left
+    model(ids, ids, Exact(5), sequence_group=world()).loss.backward()  # nothing of it is left
 
 
 def test_ranks_that_disagree(tmp_path: Path) -> None:
@@ -367,8 +609,8 @@ def wrong() -> None:
     ]:
         with refused(words):
             model(ids, ids, Exact(5), sequence_group=group)
-    both(model, Exact(5), mesh["sequence"], ids)
-    both(model, Exact(5), alone[rank], ids)  # one process is a group, too
+    for group in (mesh["sequence"], alone[rank]):  # one process is a group, too
+        compare(ModelOfEitherKind("mamba"), Exact(5), ids, group, labels=ids)
     for given, words in [
         ({"method": None}, "give method=adjoint.Exact()"),
         ({"method": Backprop(checkpoint=True)}, "one chunk"),
@@ -432,3 +674,96 @@ def unlisted() -> None:
 def test_tensors_that_no_module_lists_are_refused(tmp_path: Path) -> None:
     """By the rank that meets them; the others end as of one that has failed."""
     on_ranks(2, tmp_path, unlisted, timeout=10)
+
+
+def check_refusals() -> None:
+    group, ids = world(), IDS[:1]
+    inputs = {"input_ids": ids, "labels": ids}
+    model = ModelOfEitherKind("Mamba2ForCausalLM").model
+    for method in (adjoint.MiniSequence(), adjoint.Backprop()):
+        with refused("has no chunks to share"):
+            adjoint.wrap(model, method, sequence_group=group)
+    adjoint.wrap(model, adjoint.Exact(7), sequence_group=group)
+    with pytest.raises(
+        ValueError, match="sequence_group: no rank has the hidden states of the whole sequence"
+    ):
+        model.backbone(ids)
+    with torch.no_grad(), pytest.raises(ValueError, match="sequence_group: logits beside a loss"):
+        model(**inputs, logits_to_keep=3)
+    with refused("num_items_in_batch"):
+        model(**inputs, num_items_in_batch=10 + dist.get_rank())
+    reads_types = adjoint.wrap(
+        ModelOfEitherKind("GPT2LMHeadModel").model.eval(), adjoint.Exact(7), sequence_group=group
+    )
+    with refused("further inputs"):
+        reads_types(**inputs, token_type_ids=torch.full_like(ids, dist.get_rank()))
+
+
+def test_what_a_wrapped_model_cannot_share(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_refusals)
+
+
+DEEPSEEK = "DeepseekV3ForCausalLM"
+BIAS, ROTARY, NORM = (
+    "layers.1.mlp.gate.e_score_correction_bias",
+    "rotary_emb.inv_freq",
+    "layers.1.input_layernorm",
+)
+
+
+def scaled_by(factor: float) -> Any:
+    return lambda module, inputs, output: output * factor
+
+
+def change_hook(model: Any, factor: float) -> None:
+    handle = vars(model).pop("handle", None)
+    if handle is not None:
+        handle.remove()
+    vars(model)["handle"] = model.model.layers[1].mlp.register_forward_hook(scaled_by(factor))
+
+
+# By what is said of it: (model, 1.0 or another number) → None, which makes a difference of the number.
+DIFFERENCES: dict[str, Any] = {
+    f"model.{BIAS}": lambda model, x: model.model.layers[1].mlp.gate.e_score_correction_bias.fill_(x),
+    f"model.{ROTARY}": lambda model, x: model.model.rotary_emb.inv_freq.fill_(x),
+    f"model.{NORM}.variance_epsilon": lambda model, x: setattr(
+        model.get_submodule(f"model.{NORM}"), "variance_epsilon", 1e-3 * x
+    ),
+    "config.routed_scaling_factor": lambda model, x: setattr(model.config, "routed_scaling_factor", x),
+    "a hook of model.layers.1.mlp": change_hook,
+    "model.embed_tokens.weight": lambda model, x: model.model.embed_tokens.weight[0].fill_(x),
+}
+
+
+def check_differences(names: list[str]) -> None:
+    """Refuse ranks whose models differ, at the first call and later, on all ranks; else go on."""
+    inputs = {"input_ids": IDS[:1], "labels": IDS[:1]}
+    model: Any = ModelOfEitherKind(DEEPSEEK, first_k_dense_replace=1).model
+    model.model.embed_tokens.requires_grad_(False)
+    vars(model.model.layers[0].mlp)["longest"] = 0
+    lengths = model.model.layers[0].mlp.register_forward_hook(  # which differ from rank to rank
+        lambda module, args, output: vars(module).update(longest=args[0].shape[1] + 100 * dist.get_rank())
+    )
+    for name in names:
+        change = DIFFERENCES[name]
+        for is_first_use in (True, False):
+            with torch.no_grad():
+                change(model, 1.0 + dist.get_rank())
+            if is_first_use:
+                adjoint.wrap(model, adjoint.Exact(7), sequence_group=world())
+            with refused("every rank must have the same model", "rank 1 and rank 0", f"differ in {name}:"):
+                model(**inputs)
+            with torch.no_grad():
+                change(model, 1.0)
+            for _ in range(2):
+                model(**inputs).loss.backward()
+    lengths.remove()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [list(DIFFERENCES)[:1], pytest.param([*DIFFERENCES], marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_ranks_whose_models_differ(names: list[str], tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, check_differences, names)

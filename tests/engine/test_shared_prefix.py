@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -14,8 +15,10 @@ from adjoint.engine import shared_prefix
 from adjoint.engine.shared_prefix import Rows, Segment
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Slab
+from adjoint.hf.verify.first_use import verification_of
 from adjoint.kernels import attention
-from tests.model_helpers import UNWINDOWED, VARIANTS, make_ids, make_model, relative
+from tests.both_kinds import STACKS, ModelOfEitherKind
+from tests.model_helpers import assert_same, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIN_SHARED = 3
@@ -23,6 +26,17 @@ MIN_SHARED = 3
 # the first 9 of these; rows 1, 5 and 6 share 6; rows 5 and 6 are the same; row 3 is alone.
 TREE = [[(1, 9), (2, 5), (3, 9)], [(4, 6), (5, 17)], [(1, 9), (6, 14)], [(7, 23)]]
 TREE += [[(1, 9), (2, 5), (8, 9)], [(4, 6), (9, 17)], [(4, 6), (9, 17)]]
+NAMES = [f"{n}ForCausalLM" for n in ("Bamba", "Llama", "Mamba", "Mamba2", "Qwen3_5", "Qwen3Next", "Mistral")]
+NAMES += ["GptOssForCausalLM"]  # windows, and attention of its own with sinks
+# Of the tree's rows, tokens of padding: at the left the same in all rows of a group, at the right of some.
+PADDING: dict[str, list[slice]] = {
+    "left": [slice(2), slice(1), slice(2), slice(0), slice(2), slice(0), slice(0)],
+    "right": [slice(-4, None), *[slice(0)] * 2, slice(-7, None), *[slice(0)] * 2, slice(-1, None)],
+}
+CASES = [(name, "none") for name in (*STACKS, *NAMES)] + [*itertools.product(NAMES, PADDING)]
+# rows 0, 2 and 4: 8 together, 5 more of 0 and 4; rows 1, 5 and 6: 5 and 17, of which the last is not shared;
+# each beginning's last token is computed by the rows, whose next ones differ
+COMPUTED = 8 + 15 + (5 + 2 * 10) + 5 + 18 + (17 + 2 * 1) + 23
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +46,18 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each step."""
+    """The number of tokens of each step that is no trial."""
     tokens, init = list[int](), ChunkedStep.__init__
 
     def counting(self: ChunkedStep, stages: Any, batch: Any, *args: Any, **options: Any) -> None:
-        tokens.append(batch.rows * batch.seqlen)
         init(self, stages, batch, *args, **options)
+        forward = self.forward
+
+        def counted(*args: Any, **options: Any) -> Any:
+            tokens.append(batch.rows * batch.seqlen)
+            return forward(*args, **options)
+
+        self.forward = counted  # type: ignore[method-assign]
 
     monkeypatch.setattr(ChunkedStep, "__init__", counting)
     return tokens
@@ -54,6 +74,57 @@ def labels_of(ids: Tensor) -> Tensor:
     return labels
 
 
+def batch_of(case: ModelOfEitherKind, padding: str = "none", labelled: bool = True) -> dict[str, Tensor]:
+    """Return the tree's rows as inputs of a model, with padding."""
+    ids = tree()
+    labels, mask = labels_of(ids), torch.ones_like(ids)
+    for row, tokens in enumerate(PADDING.get(padding, [])):
+        mask[row, tokens] = 0
+    labels[mask == 0] = -100
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # transformers' first real token after padding
+    return case.inputs(ids, labels if labelled else None, mask=mask)
+
+
+@pytest.mark.sampled(29)
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_loss_and_gradients_are_those_of_full_rows(name: str, padding: str, computed: list[int]) -> None:
+    """A tree of rows, in any order, with rows that have no partner and labels that only some rows have."""
+    case = ModelOfEitherKind(name)
+    batch, method = batch_of(case, padding), Exact(chunk_size=4)
+    expected = case.results(None, batch)
+    case.results(method, batch)  # with the trials of first use
+    computed.clear()
+    assert_same(case.results(method, batch), expected)
+    assert len(computed) > 1 and sum(computed) < 0.83 * batch["input_ids"].numel()
+
+
+@pytest.mark.sampled(29)
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_hidden_states_are_those_of_full_rows(name: str, padding: str, computed: list[int]) -> None:
+    """Losses of hidden states, as preference trainers compute them; padding at the right is read, too."""
+    case = ModelOfEitherKind(name)
+    batch = batch_of(case, padding, labelled=False)
+    weights = torch.arange(1.0, 8, dtype=torch.float64)[:, None, None]
+    if not case.is_stack:
+        weights = weights * (batch["attention_mask"].cumsum(1) > 0)[..., None]
+    expected = case.results(Exact(chunk_size=4, share_prefixes=False), batch, weights)
+    case.results(Exact(chunk_size=4), batch, weights)
+    computed.clear()
+    assert_same(case.results(Exact(chunk_size=4), batch, weights), expected)
+    assert len(computed) > 1 and sum(computed) < 0.83 * batch["input_ids"].numel()
+
+
+@pytest.mark.sampled(17)
+@pytest.mark.parametrize("variant", STACKS)
+def test_final_states_are_those_of_full_rows(variant: str, computed: list[int]) -> None:
+    model, ids = make_model(variant), tree()
+    expected = results(model, ids, labels_of(ids), Backprop())
+    for method in (Exact(chunk_size=5, keep="inputs"), Exact(checkpoints=1)):
+        computed.clear()
+        assert_same(results(model, ids, labels_of(ids), method), expected)
+        assert sum(computed) == COMPUTED
+
+
 def results(model: Stack, ids: Tensor, labels: Tensor, method: Any, **options: Any) -> dict[str, Tensor]:
     """Loss, final states and gradients, of a loss that depends on the states as well."""
     model.zero_grad()
@@ -64,30 +135,10 @@ def results(model: Stack, ids: Tensor, labels: Tensor, method: Any, **options: A
     return values | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert relative(got[name], value) < 1e-10, name
-
-
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("variant", VARIANTS | UNWINDOWED)
-def test_loss_states_and_gradients_are_those_of_full_rows(variant: str, computed: list[int]) -> None:
-    """A tree of rows, in any order, with rows that have no partner and labels that only some rows have."""
-    model, ids = make_model(variant), tree()
-    expected = results(model, ids, labels_of(ids), Backprop())
-    for method in (Exact(chunk_size=4), Exact(chunk_size=5, keep="inputs"), Exact(checkpoints=1)):
-        computed.clear()
-        assert_equal(results(model, ids, labels_of(ids), method), expected)
-        # rows 0, 2 and 4: 8 together, 5 more of 0 and 4; rows 1, 5 and 6: 5 and 17, of which the last is not
-        # shared; each beginning's last token is computed by the rows, whose next ones differ
-        assert sum(computed) == 8 + 15 + (5 + 2 * 10) + 5 + 18 + (17 + 2 * 1) + 23
-
-
 def test_prompt_and_answers_take_their_tokens_once(computed: list[int]) -> None:
     """If the answers alone have labels, all but the prompt's last token is shared: P - 1 + G (R + 1)."""
     model, (ids, labels) = make_model("hybrid"), prompt_and_answers(5)
-    assert_equal(results(model, ids, labels, Exact()), results(model, ids, labels, Backprop()))
+    assert_same(results(model, ids, labels, Exact()), results(model, ids, labels, Backprop()))
     assert computed == [29, 5 * 8]
     computed.clear()
     results(model, ids, labels, Exact(share_prefixes=False))
@@ -123,27 +174,45 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Slab]:
     return alive
 
 
+@pytest.mark.parametrize("name", ["mamba2", "LlamaForCausalLM", "GptOssForCausalLM"])
 def test_keys_of_a_beginning_are_stored_once_and_read_in_one_call(
-    slabs: weakref.WeakSet[Slab], monkeypatch: pytest.MonkeyPatch
+    slabs: weakref.WeakSet[Slab], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Keys, values and their cotangents of P - 1 + G (R + 1) tokens; a call for the prompt of all rows."""
-    (ids, labels), calls, attend = prompt_and_answers(5), list[tuple[int, int]](), attention._attend
+    """Keys, values and their cotangents of P - 1 + G (R + 1) tokens for each of two prompts.
+
+    All rows of a prompt read its keys in one call, or a chunk's copy for each row where attention is the
+    model's own code, which the first call finds."""
+    options = {"mixer": ["attention", "mamba2"], "num_key_value_heads": 1} if name in STACKS else {}
+    case, calls, attend = ModelOfEitherKind(name, **options), list[tuple[int, ...]](), attention._attend
+    ids = make_ids(2, 12).repeat_interleave(4, 0)
+    ids = torch.cat([ids, (torch.arange(32) % 17).reshape(8, 4)], 1)
+    labels = ids.clone()
+    labels[:, :12] = -100
+    inputs, method = case.inputs(ids, labels), Exact()
 
     def counted(q: Tensor, k: Tensor, *rest: Any) -> Any:
-        calls.append((k.shape[0], k.shape[2]))
+        calls.append((q.shape[0], k.shape[0], k.shape[2]))
         return attend(q, k, *rest)
 
-    model = make_model(mixer=["attention", "mamba2"], num_key_value_heads=1)
+    case.results(method, inputs)  # with the trials of first use
+    slabs.clear()
     monkeypatch.setattr(attention, "_attend", counted)
-    loss = model(ids, labels=labels, method=Exact()).loss
-    assert stored_tokens(slabs) == 2 * (29 + 5 * 8)
-    assert calls == [(5, 8), (1, 29)]
-    loss.backward(retain_graph=True)
-    assert stored_tokens(slabs, cotangents=True) == 2 * (29 + 5 * 8)
+    with case.double():
+        loss = case.call(method, inputs).loss
+        layers, tokens = 1 if case.is_stack else case.model.config.num_hidden_layers, 2 * 11 + 8 * 5
+        assert stored_tokens(slabs) == 2 * layers * tokens
+        reads_prompts = [call for call in calls if call[1:] == (2, 11)]
+        loss.backward(retain_graph=True)
+    assert stored_tokens(slabs, cotangents=True) == 2 * layers * tokens
+    if name == "GptOssForCausalLM":
+        assert not reads_prompts and verification_of(case.model).fetches
+    else:
+        assert reads_prompts == [(2, 2, 11)] * layers
     del loss
     assert not slabs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 25}])
 def test_keys_that_are_shared_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -158,7 +227,7 @@ def test_keys_that_are_shared_in_host_memory(
     expected = results(model, ids, labels_of(ids), Backprop())
     monkeypatch.setattr(Slab, "__init__", on_host)
     for keep in ("edges", "inputs"):
-        assert_equal(results(model, ids, labels_of(ids), Exact(chunk_size=4, keep=keep)), expected)
+        assert_same(results(model, ids, labels_of(ids), Exact(chunk_size=4, keep=keep)), expected)
 
 
 def test_backwards_again_and_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,25 +250,10 @@ def test_backwards_again_and_after_one_that_failed(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         gradients()
     monkeypatch.setattr(Slab, "cotangent", cotangent)
-    assert_equal(gradients(), expected)
+    assert_same(gradients(), expected)
     model.zero_grad()
     model(ids, labels=labels, method=Backprop()).loss.backward()
-    assert_equal({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
-
-
-def test_hidden_states_of_rows_share(computed: list[int]) -> None:
-    """Hidden states for a head of one's own: cotangents of all rows that a token stands for are summed."""
-    model, ids = make_model("hybrid"), tree()
-    weights = torch.arange(1.0, 8, dtype=torch.float64)[:, None, None]
-    grads = []
-    for method in (Exact(chunk_size=4, share_prefixes=False), Exact(chunk_size=4)):
-        model.zero_grad()
-        computed.clear()
-        hidden = model(ids, method=method, return_hidden_states=True).hidden_states
-        (hidden.sin() * weights).sum().backward()
-        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert_equal(grads[1], grads[0])
-    assert sum(computed) < ids.numel()
+    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
 
 
 # Tokens of the documents in a packed row: rows of `TREE`, cut to these lengths, in an order without groups.
@@ -215,28 +269,25 @@ def packed() -> tuple[Tensor, Tensor]:
     return torch.cat(ids).reshape(2, -1), torch.cat(numbers).reshape(2, -1)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_documents_that_begin_alike_share(hidden: bool, computed: list[int]) -> None:
-    """Documents of several lengths, of which the end of a row cuts one: it goes on as one of its own."""
-    (ids, numbers), model = packed(), make_model("hybrid")
+@pytest.mark.filterwarnings("ignore:position_ids restart")
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["hybrid", "LlamaForCausalLM", "BambaForCausalLM"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_packed_documents_that_begin_alike_share(name: str, labelled: bool, computed: list[int]) -> None:
+    """Documents of several lengths; the end of a row cuts one, which goes on as one of its own."""
+    (ids, numbers), case = packed(), ModelOfEitherKind(name)
     labels = ids.clone()
     labels[0, 2:7] = -100  # of one of the documents that begin so
-    weights, results = torch.arange(1.0, ids.numel() + 1).reshape(*ids.shape, 1), list[dict[str, Tensor]]()
-    for method in (Exact(chunk_size=7, share_prefixes=False), Exact(chunk_size=7), Backprop()):
-        model.zero_grad()
-        computed.clear()
-        if hidden:
-            out = model(ids, seq_idx=numbers, method=method, return_hidden_states=True).hidden_states
-            loss = (out.sin() * weights).sum()
-        else:
-            loss = model(ids, labels=labels, seq_idx=numbers, method=method).loss
-        loss.backward()
-        values = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append(values | {"loss": loss.detach()})
-        if method == Exact(chunk_size=7):
-            assert len(computed) > 2 and sum(computed) < 0.85 * ids.numel()
-    for got in results[:2]:
-        assert_equal(got, results[2])
+    labels[:, 1:][numbers.diff() != 0] = -100
+    inputs = case.inputs(ids, labels if labelled else None, numbers)
+    weights = None if labelled else torch.arange(1.0, ids.numel() + 1).reshape(*ids.shape, 1)
+    expected = case.results(Exact(chunk_size=7, share_prefixes=False), inputs, weights)
+    if case.is_stack:
+        assert_same(case.results(Backprop(), inputs, weights), expected)
+    case.results(Exact(chunk_size=7), inputs, weights)  # with the trials of first use
+    computed.clear()
+    assert_same(case.results(Exact(chunk_size=7), inputs, weights), expected)
+    assert len(computed) > 2 and sum(computed) < 0.85 * ids.numel()
 
 
 def test_evaluation_without_gradients_shares(computed: list[int]) -> None:
@@ -294,3 +345,74 @@ def test_info_line_says_how_many_tokens_were_computed(caplog: pytest.LogCaptureF
         model(ids, labels=ids, method=Exact())
     (line,) = [r.getMessage() for r in caplog.records if "computed once" in r.getMessage()]
     assert "of 50 tokens" in line
+
+
+def test_prompts_padded_at_the_left_take_their_tokens_once(computed: list[int]) -> None:
+    """Two prompts of different lengths with four answers each, as in GRPO: P1 + P2 + 2·4·R tokens."""
+    case = ModelOfEitherKind("BambaForCausalLM")
+    ids = torch.cat([make_ids(2, 12).repeat_interleave(4, 0), make_ids(8, 4, seed=1)], 1)
+    ids[:, 12] = torch.arange(8)
+    mask = torch.ones_like(ids)
+    mask[4:, :5] = 0
+    inputs = case.inputs(ids, mask=mask)
+    for training in (True, False):  # a policy, and a reference model
+        case.model.train(training)
+        with torch.no_grad(), case.double():
+            expected, _ = (case.hidden_states(method, inputs) for method in (None, Exact()))
+            computed.clear()
+            hidden = case.hidden_states(Exact(), inputs)
+        assert sorted(computed) == [7, 12, 16, 16]
+        assert (hidden - expected)[mask.bool()].abs().max() < 1e-10
+
+
+@pytest.mark.slow
+def test_wrapped_rows_are_full_where_their_results_would_differ(computed: list[int]) -> None:
+    """Dropout and other noise, routers' losses, caches, losses of one's own, and switched off."""
+    case = ModelOfEitherKind("LlamaForCausalLM")
+    batch, tokens = batch_of(case), tree().numel()
+
+    def tokens_of(case: ModelOfEitherKind, method: Any = Exact(chunk_size=4), **more: Any) -> list[int]:  # noqa: B008
+        case.results(method, batch, **more)
+        computed.clear()
+        case.results(method, batch, **more)
+        return list(computed)
+
+    assert tokens_of(case, Exact(chunk_size=4, share_prefixes=False)) == [tokens]
+    assert tokens_of(case, use_cache=True) == [tokens]
+    with_dropout = ModelOfEitherKind("LlamaForCausalLM", attention_dropout=0.5)
+    assert tokens_of(with_dropout) == [tokens]
+    with_dropout.model.eval()
+    assert len(tokens_of(with_dropout)) > 1
+    noisy = ModelOfEitherKind("LlamaForCausalLM")
+    noisy.model.get_input_embeddings().register_forward_hook(lambda _, x, y: y + torch.rand_like(y))
+    assert tokens_of(noisy) == [tokens]
+    mixture = ModelOfEitherKind("MixtralForCausalLM", num_experts_per_tok=2)
+    assert tokens_of(mixture, output_router_logits=True) == [tokens]
+    assert len(tokens_of(mixture, output_router_logits=False)) > 1
+    case.model.loss_function = lambda logits, labels, vocab_size, num_items_in_batch=None, **options: (
+        nn.functional.cross_entropy(
+            logits.flatten(0, 1),
+            options.get("shift_labels", nn.functional.pad(labels[:, 1:], (0, 1), value=-100)).flatten(),
+            reduction="sum",
+        )
+        / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+    )
+    assert tokens_of(case) == [tokens]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "more"),
+    [
+        ("Gemma2ForCausalLM", {"final_logit_softcapping": 5.0}, {}),
+        ("LlamaForCausalLM", {}, {"num_items_in_batch": 31}),
+    ],
+)
+def test_losses_count_each_row_that_a_token_stands_for(
+    name: str, options: dict[str, Any], more: dict[str, Any], computed: list[int]
+) -> None:
+    """Capped logits, which are more than a product with the head's weight, and a divisor that is given."""
+    case = ModelOfEitherKind(name, **options)
+    batch = batch_of(case) | more
+    expected = case.results(None, batch)
+    assert_same(case.results(Exact(chunk_size=4), batch), expected)
+    assert len(computed) > 1

@@ -26,7 +26,7 @@ print(sum(thread.name == "adjoint-parked" for thread in threading.enumerate()))
 """
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp's way of waiting")
 @pytest.mark.parametrize(
     "given, teams",

@@ -178,7 +178,7 @@ def test_a_published_folder_in_and_out(case: str, tmp_path: Path) -> None:
     assert Stack.from_pretrained(ours)(IDS).logits.equal(stack(IDS).logits)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_by_chunks_are_those_of_the_published_model(case: str, tmp_path: Path) -> None:
     """A trained embedding is the head, too: its gradient is the sum of both uses, in both models."""

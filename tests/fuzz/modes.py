@@ -51,7 +51,7 @@ def draw(rng: random.Random) -> Case:
         return case | {"form": rng.choice(FORMS)}
     else:
         case["pieces"] = [rng.choice((2, 5, 8, 13))]
-    return case | some(rng, 0.3, {"padded": lambda: rng.randint(1, 6)})
+    return case | some(rng, 0.3, {"padded": lambda: rng.randint(1, 6), "positions": True})
 
 
 def lengths_of(case: Case) -> list[int]:
@@ -146,6 +146,8 @@ def by_calls(model: Any, case: Case, ids: Tensor, mask: Tensor, labels: Tensor) 
         inputs: dict[str, Any] = {"input_ids": ids[:, start:stop], **document_inputs(case)}
         if not bool(mask.all()):
             inputs["attention_mask"] = mask[:, :stop]
+            if "positions" in case:
+                inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, start:stop]
         if len(pieces) > 1:
             inputs["use_cache"] = number < len(pieces) - 1
         if cache is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 from unittest import mock
@@ -13,11 +12,11 @@ from torch import Tensor
 import adjoint
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
-from adjoint.hf.model_parts import backbone_of
 from adjoint.methods import RECOMPUTE
+from tests.both_kinds import ModelOfEitherKind
 from tests.fuzz import stacks
 from tests.fuzz.oracle import Case, Refusal, Vacuous, raised_by_us, same, some
-from tests.hf.hf_models import MODELS, VOCAB, float64_throughout, make
+from tests.hf.hf_models import MODELS, VOCAB
 
 MIN_SHARED = 3
 
@@ -50,11 +49,11 @@ def draw(rng: random.Random) -> Case:
 
 
 def batch_of(case: Case, vocab_size: int) -> dict[str, Tensor]:
-    """Rows, labels that each row ignores here and there, and padding, the same at the left of a group."""
+    """Rows, labels that each row ignores here and there, and padding, the same at the left of a group; or the
+    beginnings of rows as documents of one row."""
     generator = torch.Generator().manual_seed(case["seed"])
     rows, seqlen = len(case["rows"]) + 1, case["seqlen"]
-    least = min(3, vocab_size - 1)
-    ids = torch.randint(least, vocab_size, (rows, seqlen), generator=generator)
+    ids = torch.randint(min(3, vocab_size - 1), vocab_size, (rows, seqlen), generator=generator)
     mask, left = torch.ones_like(ids), [0] * rows
     for row, (earlier, tokens) in enumerate(case["rows"], 1):
         ids[row, :tokens] = ids[earlier, :tokens]
@@ -66,48 +65,11 @@ def batch_of(case: Case, vocab_size: int) -> dict[str, Tensor]:
     ignored = torch.rand(ids.shape, generator=generator) < case.get("ignored", 0)
     labels = ids.masked_fill(ignored | (mask == 0), -100)
     labels[:, 1:][mask[:, :-1] == 0] = -100
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-
-
-def packed(batch: dict[str, Tensor], lengths: list[int], is_stack: bool) -> dict[str, Tensor]:
-    """The beginnings of rows as documents of one row."""
-    documents = [
-        {
-            "input_ids": ids[:n],
-            "labels": labels[:n],
-            "position_ids": torch.arange(n),
-            "seq_idx": torch.full((n,), i),
-        }
-        for i, (n, ids, labels) in enumerate(zip(lengths, batch["input_ids"], batch["labels"], strict=True))
-    ]
-    names = "input_ids", "labels", "seq_idx" if is_stack else "position_ids"
-    return {name: torch.cat([document[name] for document in documents])[None] for name in names}
-
-
-def run(case: Case, model: Any, batch: dict[str, Tensor], method: Any) -> dict[str, Tensor]:
-    """Loss and gradients by a method."""
-    is_stack = isinstance(model, adjoint.Stack)
-    model = model if is_stack else adjoint.wrap(copy.deepcopy(model), method)
-    model.zero_grad()
-    inputs = packed(batch, case["packed"], is_stack) if "packed" in case else dict(batch)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-    if is_stack:
-        inputs.pop("attention_mask", None)
-    options = {"method": method} if is_stack else {}
-    if case.get("call") != "hidden":
-        loss = model(**inputs, **options).loss
-    else:
-        inputs.pop("labels")
-        hidden = (
-            model(**inputs, **options, return_hidden_states=True).hidden_states
-            if is_stack
-            else backbone_of(model)(**inputs).last_hidden_state * mask[..., None]
-        )
-        weights = torch.arange(1.0, 1 + mask.numel(), dtype=torch.float64).reshape(*mask.shape, 1)
-        loss = (hidden.double().sin() * weights).sum()
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: d.clone() for name, d in gradients.items() if d.any()} | {"loss": loss.detach()}
+    if "packed" not in case:
+        return {"ids": ids, "labels": labels, "mask": mask}
+    begins = torch.arange(seqlen) < torch.tensor(case["packed"])[:, None]
+    documents = torch.arange(rows)[:, None].expand_as(ids)
+    return {name: t[begins][None] for name, t in (("ids", ids), ("labels", labels), ("documents", documents))}
 
 
 def check(case: Case) -> None:
@@ -117,22 +79,24 @@ def check(case: Case) -> None:
         steps.append(batch.rows * batch.seqlen)
         init(self, stages, batch, *args, **options)
 
-    with float64_throughout(), mock.patch.object(shared_prefix, "MIN_SHARED_TOKENS", MIN_SHARED):
-        if "config" in case:
-            model, vocab_size = stacks.make(case).double(), stacks.config_of(case).vocab_size
-        else:
-            model, vocab_size = make(case["model"], skips=False), VOCAB
-        batch, methods = (
-            batch_of(case, vocab_size),
-            [adjoint.Exact(**case["method"], share_prefixes=shares) for shares in (False, True)],
-        )
+    with mock.patch.object(shared_prefix, "MIN_SHARED_TOKENS", MIN_SHARED):
+        stack = stacks.make(case).double() if "config" in case else None
+        subject = ModelOfEitherKind(case.get("model", ""), stack)
+        vocab_size = VOCAB - 3 if stack is None else stack.config.vocab_size
+        batch, weights = batch_of(case, vocab_size), None
+        if case.get("call") == "hidden":
+            weights = torch.arange(1.0, 1 + batch["ids"].numel(), dtype=torch.float64)
+            weights = (weights.view_as(batch["ids"]) * batch.get("mask", 1))[..., None]
+            batch.pop("labels")
+        inputs = subject.inputs(**batch)
+        methods = [adjoint.Exact(**case["method"], share_prefixes=shares) for shares in (False, True)]
         try:
-            expected = run(case, model, batch, methods[0])
+            expected = subject.results(methods[0], inputs, weights)
         except ValueError as refusal:
             if not raised_by_us(refusal):
                 raise
             raise Refusal(str(refusal)) from refusal
         with mock.patch.object(ChunkedStep, "__init__", counting):
-            same(run(case, model, batch, methods[1]), expected)
-    if sum(case.get("packed", [batch["input_ids"].numel()])) in steps:
+            same(subject.results(methods[1], inputs, weights), expected)
+    if batch["ids"].numel() in steps:
         raise Vacuous("no beginning is shared")

@@ -24,6 +24,7 @@ import adjoint
 from adjoint.batch import shift_labels
 from adjoint.hf.model_parts import backbone_of, layers_of
 from adjoint.methods import RECOMPUTE
+from tests.fuzz.losses import loss_function
 from tests.fuzz.oracle import (
     Case,
     Deviation,
@@ -451,27 +452,6 @@ class Box(nn.Module):
         return self.inner[0](x)
 
 
-def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets, label_smoothing=0.1, reduction="sum")
-
-
-def with_z(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of all tokens, those without labels too."""
-    return F.cross_entropy(logits, targets, reduction="sum") + 0.1 * logits.logsumexp(-1).square().sum()
-
-
-def own_loss(name: str) -> Callable[..., Tensor]:
-    summed = {"smoothed": smoothed, "z": with_z}[name]
-
-    def loss(logits: Any, labels: Any, vocab_size: Any, num_items_in_batch: Any = None, **given: Any) -> Any:
-        targets = given.get("shift_labels")
-        targets = shift_labels(labels) if targets is None else targets
-        items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        return summed(logits.double().flatten(0, 1), targets.flatten()) / items
-
-    return loss
-
-
 def with_own_head(model: Any, trained: bool) -> None:
     """Its logits are multiplied by a tensor, which may be filled anew."""
 
@@ -519,7 +499,10 @@ def check(case: Case) -> None:
     if "head" in case:
         with_own_head(model, case["head"] == "trained")
     if "loss" in case:
-        model.loss_function = own_loss(case["loss"])
+        term = {"smoothed": "smoothed", "z": "z of all"}[
+            case["loss"]
+        ]  # of all tokens, those without labels too
+        model.loss_function = loss_function({"term": term, "divisor": "count"})
     plain = copy.deepcopy(model)
     with float64_throughout():
         try:

@@ -76,247 +76,149 @@ def untyped(make: Inputs) -> Inputs:
 
 
 STARTS = ((0, 4), (0, 15), (1, 9))  # row and first token of each image
+Row = tuple[dict[str, Any], int, Inputs]
+THREE = {"rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1]}}
+SHARED: dict[str, Any] = {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}
+QWEN4: dict[str, Any] = {
+    name: SIZES[name] for name in SIZES if name.startswith(("indexer_", "hc_", "split_"))
+}
+QWEN4 |= {name: SIZES[name] for name in SIZES if "ngram" in name}
+QWEN4 |= {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "ple_layer_ids": [1]}
+GLM5: dict[str, Any] = {"num_key_value_heads": 4, "num_hidden_layers": 4, "hc_mult": 2}
+GLM5 |= {"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 6, "qk_nope_head_dim": 6}
+GLM5 |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+GLM5 |= {"linear_head_dim": 6, "linear_num_heads": 4}
+# pools of 3 tokens, 2 of which are picked: chunks of 8 end inside one
+GLM5 |= {"index_topk": 6, "index_kpool": 3, "index_head_dim": 8, "index_n_heads": 16}
+GLM5 |= {"layer_types": ["linear_attention", "indexed_attention"] * 2}
+GLM5 |= {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}
+GEMMA4: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 5, "hidden_size_per_layer_input": 4}
+GEMMA4 |= {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}
+GEMMA4 |= {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "use_bidirectional_attention": "vision",
+}
+GEMMA4_VISION = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 8,
+}
+GEMMA4_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO}
+SOUND = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SOUND |= {"num_mel_bins": 8, "max_source_positions": 16}
+
+
+def patched(text: dict[str, Any], vision: dict[str, Any], tokens: dict[str, int] = QWEN_TOKENS) -> Row:
+    """Return the row of a class whose images are patches, as Qwen-VL has them."""
+    config = {"text_config": {**TEXT, **text}, "vision_config": vision, **tokens}
+    return config, 6, patches(96)
+
+
+def qwen(text: dict[str, Any], **vision: Any) -> Row:
+    return patched({"rope_parameters": M_ROPE, **text}, {**QWEN_VISION, **vision})
+
+
+def viewed(make: Inputs, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Row:
+    """Return the row of a class whose images are pixels."""
+    return {"text_config": {**TEXT, **text}, "vision_config": {**VISION, **vision}, **more}, 4, make
+
+
+def of_type(kind: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, **more}
+
+
+def images_of_lfm(ids: Tensor, draw: torch.Generator) -> dict[str, Tensor]:
+    mask = torch.ones(len(STARTS), 16, dtype=torch.long)
+    return {**sized(pixels(16, 48), spatial_shapes=(4, 4))(ids, draw), "pixel_attention_mask": mask}
+
+
+def images_of_gemma4(ids: Tensor, draw: torch.Generator) -> dict[str, Tensor]:
+    positions = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(len(STARTS), -1, -1)
+    values = torch.rand(len(STARTS), 16, 48, generator=draw, dtype=torch.float64)
+    types = (ids == IMAGE).long()
+    return {"pixel_values": values, "image_position_ids": positions, "mm_token_type_ids": types}
+
+
+def images_of_idefics(ids: Tensor, draw: torch.Generator) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 2, 3, 16, 16, generator=draw).double()}
+
+
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SQUARES = pixels(3, 16, 16)
 # Class → its configuration, tokens of an image, and a function that makes the images' inputs.
-MULTIMODAL: dict[str, tuple[dict[str, Any], int, Inputs]] = {
-    "Qwen3_5ForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, **DELTA, "rope_parameters": M_ROPE},
-            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
-            **QWEN_TOKENS,
-        },
-        6,
-        patches(96),
+MULTIMODAL: dict[str, Row] = {
+    "Qwen3_5ForConditionalGeneration": qwen(DELTA, num_position_embeddings=16),
+    "Qwen3_5MoeForConditionalGeneration": qwen(SHARED, num_position_embeddings=16),
+    # attention is sparse, by an indexer that keeps positions
+    "Qwen4ExpForConditionalGeneration": qwen({**SHARED, **QWEN4}, num_position_embeddings=16),
+    "Qwen3VLForConditionalGeneration": qwen({}, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+    "Qwen2_5_VLForConditionalGeneration": qwen(
+        {"head_dim": 6, **THREE}, window_size=16, fullatt_block_indexes=[1]
     ),
-    "Qwen3_5MoeForConditionalGeneration": (
-        {
-            "text_config": {
-                **TEXT,
-                **DELTA,
-                **EXPERTS,
-                "shared_expert_intermediate_size": 16,
-                "rope_parameters": M_ROPE,
-            },
-            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
-            **QWEN_TOKENS,
-        },
-        6,
-        patches(96),
+    "Qwen2VLForConditionalGeneration": patched(
+        {"head_dim": 6, **THREE},
+        {"depth": 2, "embed_dim": 16, "hidden_size": WIDTH, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4},
     ),
-    "Qwen4ExpForConditionalGeneration": (  # attention is sparse, by an indexer that keeps positions
-        {
-            "text_config": {
-                **TEXT,
-                **DELTA,
-                **EXPERTS,
-                **{name: SIZES[name] for name in SIZES if name.startswith(("indexer_", "hc_", "split_"))},
-                **{name: SIZES[name] for name in SIZES if "ngram" in name},
-                "shared_expert_intermediate_size": 16,
-                "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-                "ple_layer_ids": [1],
-                "rope_parameters": M_ROPE,
-            },
-            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
-            **QWEN_TOKENS,
-        },
-        6,
-        patches(96),
-    ),
-    "Qwen3VLForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "rope_parameters": M_ROPE},
-            "vision_config": {
-                **QWEN_VISION,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 1],
-            },
-            **QWEN_TOKENS,
-        },
-        6,
-        patches(96),
-    ),
-    "Qwen2_5_VLForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "head_dim": 6, "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1]}},
-            "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
-            **QWEN_TOKENS,
-        },
-        6,
-        patches(96),
-    ),
-    "Qwen2VLForConditionalGeneration": (
-        {
-            "text_config": {
-                **TEXT,
-                "head_dim": 6,
-                "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1]},
-            },
-            "vision_config": {
-                **{"depth": 2, "embed_dim": 16, "hidden_size": WIDTH, "mlp_ratio": 2},
-                **{"num_heads": 2, "patch_size": 4},
-            },
-            **QWEN_TOKENS,
-        },
-        6,
-        patches(96),
-    ),
-    "Glm4vForConditionalGeneration": (
-        {
-            "text_config": {
-                **TEXT,
-                "head_dim": 12,
-                "rope_parameters": {**M_ROPE, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5},
-            },
-            "vision_config": {**QWEN_VISION, "image_size": 16},
-            **GLM_TOKENS,
-        },
-        6,
-        patches(96),
+    "Glm4vForConditionalGeneration": patched(
+        {"head_dim": 12, "rope_parameters": {**THREE["rope_parameters"], "partial_rotary_factor": 0.5}},
+        {**QWEN_VISION, "image_size": 16},
+        GLM_TOKENS,
     ),
     "Glm5NextForConditionalGeneration": (
         {
-            "text_config": {
-                **{name: value for name, value in TEXT.items() if name != "head_dim"},
-                **{"num_key_value_heads": 4, "num_hidden_layers": 4, "hc_mult": 2},
-                **{"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 6, "qk_nope_head_dim": 6},
-                **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
-                **{"linear_head_dim": 6, "linear_num_heads": 4},
-                # pools of 3 tokens, 2 of which are picked: chunks of 8 end inside one
-                **{"index_topk": 6, "index_kpool": 3, "index_head_dim": 8, "index_n_heads": 16},
-                "layer_types": ["linear_attention", "indexed_attention"] * 2,
-                "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
-            },
+            "text_config": {**{name: value for name, value in TEXT.items() if name != "head_dim"}, **GLM5},
             "vision_config": {**QWEN_VISION, "image_size": 16, "projection_intermediate_size": 16},
             **GLM_TOKENS,
         },
         6,
         untyped(patches(96)),
     ),
-    "Gemma3ForConditionalGeneration": (
-        {
-            "text_config": {
-                **TEXT,
-                "sliding_window": 5,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            },
-            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
-            "mm_tokens_per_image": 4,
-            "image_token_index": IMAGE,
-        },
-        4,
-        token_typed(pixels(3, 16, 16)),
+    "Gemma3ForConditionalGeneration": viewed(
+        token_typed(SQUARES),
+        WINDOWS,
+        of_type("siglip_vision_model"),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
     ),
-    "Mistral3ForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
-            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
-            "image_token_index": IMAGE,
-        },
-        4,
-        sized(pixels(3, 16, 16), image_sizes=(16, 16)),
+    "Mistral3ForConditionalGeneration": viewed(
+        sized(SQUARES, image_sizes=(16, 16)),
+        of_type("mistral", sliding_window=None),
+        of_type("pixtral", head_dim=8),
+        image_token_index=IMAGE,
     ),
-    "Lfm2VlForConditionalGeneration": (
-        {
-            "text_config": {
-                **TEXT,
-                "model_type": "lfm2",
-                "layer_types": ["conv", "full_attention", "conv"],
-                "block_ff_dim": 40,
-            },
-            "vision_config": {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
-            "projector_hidden_size": 16,
-            "image_token_id": IMAGE,
-        },
-        4,
-        lambda ids, draw: {
-            **sized(pixels(16, 48), spatial_shapes=(4, 4))(ids, draw),
-            "pixel_attention_mask": torch.ones(len(STARTS), 16, dtype=torch.long),
-        },
+    "Lfm2VlForConditionalGeneration": viewed(
+        images_of_lfm,
+        of_type("lfm2", layer_types=["conv", "full_attention", "conv"], block_ff_dim=40),
+        of_type("siglip2_vision_model", num_patches=16),
+        projector_hidden_size=16,
+        image_token_id=IMAGE,
     ),
-    "InternVLForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "model_type": "qwen3"},
-            "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
-            "image_token_id": IMAGE,
-            "image_seq_length": 4,
-        },
-        4,
-        pixels(3, 16, 16),
+    "InternVLForConditionalGeneration": viewed(
+        SQUARES,
+        of_type("qwen3"),
+        {"image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=IMAGE,
+        image_seq_length=4,
     ),
-    "Cohere2VisionForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "model_type": "cohere2", "sliding_window": 5},
-            "vision_config": {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
-            "image_token_id": IMAGE,
-            "alignment_intermediate_size": 16,
-        },
-        4,
-        pixels(3, 16, 16),
+    "Cohere2VisionForConditionalGeneration": viewed(
+        SQUARES,
+        of_type("cohere2", sliding_window=5),
+        of_type("siglip_vision_model", vision_use_head=False),
+        image_token_id=IMAGE,
+        alignment_intermediate_size=16,
     ),
-    "LlavaForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 8},
-            "image_token_index": IMAGE,
-        },
-        4,
-        pixels(3, 8, 8),
+    "LlavaForConditionalGeneration": viewed(
+        pixels(3, 8, 8), of_type("llama"), of_type("clip_vision_model", image_size=8), image_token_index=IMAGE
     ),
-    "Idefics3ForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "vision_config": VISION,
-            "image_token_id": IMAGE,
-            "scale_factor": 2,
-        },
-        4,
-        lambda ids, draw: {"pixel_values": torch.randn(2, 2, 3, 16, 16, generator=draw).double()},
+    "Idefics3ForConditionalGeneration": viewed(
+        images_of_idefics, of_type("llama"), {}, image_token_id=IMAGE, scale_factor=2
     ),
-    "Gemma4ForConditionalGeneration": (
-        {
-            "text_config": {
-                **TEXT,
-                "num_hidden_layers": 4,
-                "sliding_window": 5,
-                "hidden_size_per_layer_input": 4,
-                "vocab_size_per_layer_input": VOCAB,
-                "global_head_dim": 8,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "use_bidirectional_attention": "vision",
-            },
-            "vision_config": {
-                **VISION,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "pooling_kernel_size": 2,
-                "position_embedding_size": 8,
-            },
-            "audio_config": None,
-            "image_token_id": IMAGE,
-            "video_token_id": VIDEO,
-            "audio_token_id": AUDIO,
-        },
-        4,
-        lambda ids, draw: {
-            "pixel_values": torch.rand(len(STARTS), 16, 48, generator=draw, dtype=torch.float64),
-            "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(
-                len(STARTS), -1, -1
-            ),
-            "mm_token_type_ids": (ids == IMAGE).long(),
-        },
+    "Gemma4ForConditionalGeneration": viewed(
+        images_of_gemma4, GEMMA4, GEMMA4_VISION, audio_config=None, **GEMMA4_TOKENS
     ),
     "VoxtralForConditionalGeneration": (
-        {
-            "text_config": {**TEXT, "model_type": "llama"},
-            "audio_config": {
-                "hidden_size": 16,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_mel_bins": 8,
-                "max_source_positions": 16,
-            },
-            "audio_token_id": IMAGE,
-        },
+        {"text_config": {**TEXT, **of_type("llama")}, "audio_config": SOUND, "audio_token_id": IMAGE},
         4,
         pixels(8, 32, images="input_features"),
     ),

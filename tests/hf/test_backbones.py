@@ -52,7 +52,7 @@ def causal_lm_loss(model: Any) -> Tensor:
     return model(input_ids=IDS).logits.square().mean()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("name", [BAMBA, LLAMA, MAMBA])
 @pytest.mark.parametrize("kind", ["alone", "inside a module", "inside a wrapped module", "of a causal LM"])

@@ -55,7 +55,7 @@ def with_frozen_embedding(model: Any) -> Any:
     return model
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("adapt", [with_lora, with_frozen_embedding])
@@ -283,7 +283,7 @@ def test_a_loss_of_logits_reaches_embeddings_once_and_threads_wait() -> None:
         model(input_ids=ids, labels=ids).logits.register_hook(print)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", LOGITS_OF_OUTPUTS)
 @pytest.mark.filterwarnings("ignore:out.logits was used")
 def test_a_loss_of_logits_beside_the_models_own(case: str, double: None) -> None:
@@ -389,6 +389,7 @@ def hidden_loss(model: Any, real: tuple[int, ...]) -> tuple[Tensor, dict[str, Te
     return loss.detach(), current_gradients(model.base_model)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name",
     [LLAMA, BAMBA, "Mamba2ForCausalLM", "MambaForCausalLM", "Qwen3_5ForCausalLM", "Gemma3ForCausalLM"],

@@ -57,7 +57,7 @@ def short_slices(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("name", "wrapped"), [(LLAMA, True), (BAMBA, True), (GEMMA, True), (LLAMA, False)])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

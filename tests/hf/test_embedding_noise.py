@@ -34,7 +34,7 @@ def with_noise(model: Any) -> list[Tensor]:
     return drawn
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM"])
 @pytest.mark.parametrize(

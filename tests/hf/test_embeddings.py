@@ -78,7 +78,7 @@ CASES: list[tuple[str, Any, Call]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("name", "method", "call"), CASES)
 def test_embeddings_have_the_models_own_gradient(name: str, method: Any, call: Call) -> None:
     results = []

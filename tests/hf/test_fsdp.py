@@ -21,6 +21,7 @@ from adjoint.engine import verification
 from adjoint.errors import UserError
 from adjoint.hf.model_parts import backbone_of, layers_of
 from adjoint.parallel.fsdp import align_chunks
+from tests.engine.test_leaves import in_a_hook, made_by_another_network, read_through_a_closure
 from tests.hf.hf_models import (
     VOCAB,
     current_gradients,
@@ -167,9 +168,10 @@ def test_gradients_are_those_of_one_process(name: str, first: str, each_chunk: b
     on_both(peer, "equal", name, first, each_chunk)
 
 
-@case
-def lengths(rank: int) -> None:
-    """A long row on one process, two short ones on the other: documents, then rows padded at the left."""
+def unequal_batches() -> list[list[dict[str, Tensor]]]:
+    """Return each rank's inputs of two calls.
+
+    One rank has a long row, the other two short ones: documents, then rows padded at the left."""
     long, ids = {"input_ids": rows(4)[:1], "labels": rows(4)[:1]}, rows(3, 12)
     labels, positions = ids.clone(), torch.arange(12).expand(2, 12).clone()
     positions[0, 5:] -= 5
@@ -178,10 +180,15 @@ def lengths(rank: int) -> None:
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) < 2, -100)}
+    batches: tuple[Any, ...] = (packed, {}), (padded, {"num_items_in_batch": torch.tensor(40)})
+    return [[{**long, **counted}, {**short, **counted}] for short, counted in batches]
+
+
+@case
+def lengths(rank: int) -> None:
     with float64_throughout():
         model, reference = sharded(BAMBA), adjoint.wrap(make(BAMBA), METHOD)
-        for short, counted in ((packed, {}), (padded, {"num_items_in_batch": torch.tensor(40)})):
-            inputs_by_rank = [{**long, **counted}, {**short, **counted}]
+        for inputs_by_rank in unequal_batches():
             model.zero_grad()
             reference.zero_grad()
             model(**inputs_by_rank[rank]).loss.backward()
@@ -607,8 +614,52 @@ def refused_as_gradients_come_early(rank: int) -> None:
         (output.loss + output.state[0][0].sum()).backward()
 
 
+@case
+def leaves(rank: int) -> None:
+    """Each process has its own gradient of such tensors, as FSDP2 does not know them."""
+    ids = rows()[rank : rank + 1]
+    with float64_throughout():
+        for make_leaves in (in_a_hook, read_through_a_closure, made_by_another_network):
+            gradients_of_models = []
+            for wrapped in (False, True):
+                torch.manual_seed(0)
+                model = make(LLAMA)
+                tensors = make_leaves(model)
+                shard(adjoint.wrap(model, METHOD) if wrapped else model)
+                for _ in range(2):
+                    tensors.begin()
+                    model(input_ids=ids, labels=ids).loss.backward()
+                others = {f"other {name}": t.grad for name, t in tensors.others.items() if t.grad is not None}
+                assert len(others) == len(tensors.others)
+                gradients_of_models.append(whole_gradients(model) | others)
+            assert_same(gradients_of_models[1], gradients_of_models[0])
+
+
+@case
+def left_gathered(rank: int) -> None:
+    """`set_reshard_after_backward(False)`."""
+    ids, gradients_of_models = rows()[rank : rank + 1], []
+    with float64_throughout():
+        for wrapped in (False, True):
+            model = shard(adjoint.wrap(make(LLAMA), METHOD) if wrapped else make(LLAMA))
+            model.set_reshard_after_backward(False)
+            for _ in range(2):
+                model(input_ids=ids, labels=ids).loss.backward()
+            model.state_dict()  # which shards them again
+            gradients_of_models.append(whole_gradients(model))
+    assert gradients_of_models[0]
+    assert_same(gradients_of_models[1], gradients_of_models[0])
+
+
 SLOW = ("replicated", "finer", "adapters", "log_probabilities", "embeddings", "read_logits", "precision")
-SLOW += ("stacks", "on_another_rank", "module_of_later_chunks", "shards_in_host_memory")
+SLOW += (
+    "leaves",
+    "left_gathered",
+    "stacks",
+    "on_another_rank",
+    "module_of_later_chunks",
+    "shards_in_host_memory",
+)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads if g is not None]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("hold", "kind"),
     [

@@ -147,7 +147,7 @@ def accuracy(evaluation: Any) -> dict[str, float]:
     return {"accuracy": (right & counted).sum() / counted.sum(), "logits": evaluation.predictions.size}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [({}, {}), ({"label_smoothing_factor": 0.2}, {}), ({}, {"compute_loss_func": own_loss})],
@@ -330,7 +330,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("wrapped_first", [True, False])
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_ten_steps_of_peft(case: str, wrapped_first: bool) -> None:
@@ -487,11 +487,11 @@ def test_what_wrapping_leaves_alone(name: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- examples
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("names", "needs"),
     [
-        ("own_loop transformers_trainer", "accelerate"),  # in one process: importing takes the longest
+        pytest.param("own_loop", None, marks=pytest.mark.slow),
+        pytest.param("transformers_trainer", "accelerate", marks=pytest.mark.slow),
         pytest.param("accelerate_loop", "accelerate", marks=pytest.mark.slow),
         pytest.param("ddp", None, marks=pytest.mark.slow),
         pytest.param("fsdp", None, marks=pytest.mark.slow),

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "double")
 IDS = make_batch(29)["input_ids"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("in_a_thread", [False, True])
 def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> None:
@@ -54,7 +55,7 @@ def test_dropout_masks_are_independent(in_a_thread: bool, recompute: str) -> Non
         assert {m.numpy().tobytes() for m in masks} == chunks
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seqlen", [24, 29])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_side_channel(recompute: str, seqlen: int) -> None:
@@ -77,6 +78,7 @@ def test_a_side_channel(recompute: str, seqlen: int) -> None:
             model(**inputs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"]
 )

@@ -32,7 +32,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, variables, lines",
     [

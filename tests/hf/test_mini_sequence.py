@@ -56,7 +56,7 @@ def assert_same_as_unwrapped(model: Any, method: Any, **kwargs: Any) -> None:
         assert_exact(*(loss_and_gradients(each, **kwargs) for each in (wrapped, model)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_the_models_own(case: str) -> None:
     pytest.importorskip("peft")

@@ -111,6 +111,7 @@ def by_hand(model: WithModules, run: Callable[..., Tensor], documents: Tensor | 
     return torch.stack([mean_by_hand(each, k, documents) for k, each in enumerate(logits, 1)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "documents", "chunk_size"),
     [(LLAMA, None, 7), (GEMMA, None, 7), *((QWEN, DOCUMENTS, size) for size in (1, 7, SEQLEN))],
@@ -129,7 +130,7 @@ def test_recurrent_modules_by_chunks(name: str, documents: Tensor | None, chunk_
     assert_exact(losses_and_gradients(model, losses), losses_and_gradients(plain, expected))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("chunk_size", [2, 7, SEQLEN])
 @pytest.mark.parametrize("name", [LLAMA, QWEN])
 def test_modules_of_the_models_own_layers(name: str, chunk_size: int) -> None:
@@ -145,6 +146,7 @@ def test_modules_of_the_models_own_layers(name: str, chunk_size: int) -> None:
     assert_exact(losses_and_gradients(model, losses), losses_and_gradients(plain, expected))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk_size", [2, 7])
 def test_released_modules_of_transformers(chunk_size: int) -> None:
     """`MtpModel`, into which transformers loads DeepSeek-V3's modules for drafting, trains by chunks."""

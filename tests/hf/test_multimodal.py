@@ -35,7 +35,7 @@ def wrapped_copy(model: Any, method: Any = None) -> Any:
     return adjoint.wrap(copy.deepcopy(model), method or adjoint.Exact(chunk_size=8))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_loss_and_gradients_are_the_models_own(name: str) -> None:
     """Two rows of 29 tokens with three images, one row padded; chunks end inside images or, where an image's
@@ -113,7 +113,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CHANGES)
 def test_an_input_is_honoured(case: str) -> None:
     name, change = CHANGES[case]
@@ -152,6 +152,7 @@ METHODS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", METHODS)
 def test_methods(case: str) -> None:
     model, inputs = make_multimodal(QWEN_VL), make_multimodal_batch(QWEN_VL)

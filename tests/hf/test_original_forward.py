@@ -4,14 +4,15 @@ tokens after a cache, packed documents, padding at the left. They run by chunks,
 from __future__ import annotations
 
 import copy
-import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import adjoint
+from tests.fuzz import modes
+from tests.fuzz.oracle import Refusal
 from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make, one_line
 
 transformers = pytest.importorskip("transformers")
@@ -23,44 +24,44 @@ MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN = (
     f"{n}ForCausalLM" for n in ("Mamba", "Zamba", "Bamba", "MiniMax", "xLSTM", "RecurrentGemma")
 )
 IDS = torch.randint(3, VOCAB, (2, 17), generator=torch.Generator().manual_seed(3))
-MODES = [(True, True), (True, False), (False, True), (False, False)]  # training, gradients
 
 
 def wrapped_copy(model: Any) -> Any:
     return adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=5))
 
 
-def logits_of(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
-    """The logits of the untouched model, of ids by themselves."""
-    model.eval()
-    with torch.no_grad(), float64_throughout():
-        logits: Tensor = model(input_ids=ids, use_cache=False, **inputs).logits
-    return logits
-
-
 def read_cache(output: Any) -> Any:
     return next(output[name] for name in CACHE_NAMES if name in output.keys())  # noqa: SIM118
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN])
-def test_every_call_goes_on_from_the_cache(name: str) -> None:
-    """Each mode takes another name of the cache, without positions; unwrapped each class is off."""
-    model = make(name)
-    wrapped, expected = wrapped_copy(model), logits_of(model, IDS)
-    for number, (training, has_gradients) in enumerate(MODES):
-        wrapped.train(training)
-        cache, logits, argument = None, [], CACHE_NAMES[number % 3]
-        # a single token, as in generation, where by itself Bamba's step is another
-        pieces = IDS.split((7, 5, 2, 3) if name == BAMBA else (7, 5, 1, 4), dim=1)
-        with torch.set_grad_enabled(has_gradients), float64_throughout(), warnings.catch_warnings():
-            warnings.simplefilter("ignore" if has_gradients else "error", UserWarning)  # of a single token
-            for piece in pieces[: 2 if has_gradients else 4]:
-                output = wrapped(input_ids=piece, use_cache=True, **{argument: cache})
-                cache = read_cache(output)
-                logits.append(output.logits.detach())
-        got = torch.cat(logits, dim=1)
-        assert torch.allclose(got, expected[:, : got.shape[1]], rtol=0, atol=1e-12), (training, argument)
+def cases_of_the_fuzzer() -> Iterator[dict[str, Any]]:
+    """Each mode takes another name of the cache, or other documents. Unwrapped each class is off."""
+    for number, mode in enumerate(modes.MODES):
+        case = {"mode": mode, "output": "logits"}
+        for name in (MAMBA, ZAMBA, BAMBA, MINIMAX, XLSTM, GRIFFIN):
+            # a single token, as in generation, where by itself Bamba's step is another
+            pieces = [7, 5] if "without" not in mode else [7, 5, 2, 3] if name == BAMBA else [7, 5, 1, 4]
+            yield case | {"model": name, "pieces": pieces, "cache": CACHE_NAMES[number % 3]}
+        for name in (MAMBA, "BloomForCausalLM", "MptForCausalLM", XLSTM):
+            yield case | {"model": name, "documents": [7, 10], "form": modes.FORMS[number % 3]}
+    for name in (XLSTM, GRIFFIN, "DeepseekV4ForCausalLM"):
+        yield (
+            case
+            | {"model": name, "pieces": [17], "padded": 6}
+            | ({"positions": True} if name == GRIFFIN else {})
+        )
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("case", [*cases_of_the_fuzzer()], ids=lambda case: "-".join(map(str, case.values())))
+def test_calls_without_labels_in_every_mode(case: dict[str, Any]) -> None:
+    """Pieces that go on from the cache, packed documents, and padding, which chunks refuse of one class."""
+    case = {"seed": 3, "method": {"name": "Exact", "chunk_size": 5}, **case}
+    if "padded" in case and case["model"] == "DeepseekV4ForCausalLM":
+        with pytest.raises(Refusal, match="reads padding at the left as tokens"):
+            modes.check(case)
+    else:
+        modes.check(case)
 
 
 @pytest.mark.parametrize("name", [MINIMAX, XLSTM])
@@ -112,27 +113,6 @@ def test_generate_in_pieces_reads_the_state() -> None:
 
 
 POSITIONS = torch.cat([torch.arange(7), torch.arange(10)])[None]
-OFFSETS = torch.tensor([0, 7, 17], dtype=torch.int32)
-LENGTHS = {"max_length_q": 10, "max_length_k": 10}
-DOCUMENTS: dict[str, dict[str, Any]] = {
-    "position_ids": {"position_ids": POSITIONS},
-    "seq_idx": {"seq_idx": torch.tensor([[0] * 7 + [1] * 10])},
-    "cu_seq_lens_q": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, **LENGTHS},
-}
-
-
-@pytest.mark.parametrize("name", [MAMBA, "BloomForCausalLM", "MptForCausalLM", XLSTM])
-def test_documents_without_labels(name: str) -> None:
-    """The causal LM does not pass them on to its backbone."""
-    model = make(name)
-    ids, wrapped = IDS[:1], wrapped_copy(model)
-    expected = torch.cat([logits_of(model, document) for document in ids.split([7, 10], dim=1)], dim=1)
-    for number, (training, has_gradients) in enumerate(MODES):
-        wrapped.train(training)
-        documents = list(DOCUMENTS.values())[number % 3]
-        with torch.set_grad_enabled(has_gradients), float64_throughout():
-            logits = wrapped(input_ids=ids, **documents).logits
-        assert torch.allclose(logits, expected, rtol=0, atol=1e-12), (training, has_gradients)
 
 
 def test_documents_that_only_the_original_forward_could_read_are_warned_of() -> None:
@@ -141,24 +121,6 @@ def test_documents_that_only_the_original_forward_could_read_are_warned_of() -> 
         model(input_ids=IDS, position_ids=POSITIONS, output_hidden_states=True)
     with torch.no_grad(), one_line("position_ids and seq_idx describe different documents"):
         model(input_ids=IDS, position_ids=POSITIONS, seq_idx=torch.tensor([[0] * 9 + [1] * 8]))
-
-
-@pytest.mark.parametrize("name", [XLSTM, GRIFFIN, "DeepseekV4ForCausalLM"])
-def test_padding_at_the_left_without_labels(name: str) -> None:
-    model, mask = make(name), torch.ones_like(IDS)
-    mask[0, :6] = 0
-    inputs = {"input_ids": IDS, "attention_mask": mask}
-    if name == GRIFFIN:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    expected = logits_of(model, IDS[:1, 6:]), logits_of(model, IDS[1:])
-    wrapped = wrapped_copy(model).eval()
-    with torch.no_grad(), float64_throughout(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        logits = wrapped(**inputs).logits
-    is_right = torch.allclose(logits[0, 6:], expected[0][0], rtol=0, atol=1e-12)
-    assert torch.allclose(logits[1], expected[1][0], rtol=0, atol=1e-12)
-    assert is_right == (name != "DeepseekV4ForCausalLM")  # chunks refuse it
-    assert is_right or any("reads padding at the left as tokens" in str(w.message) for w in caught)
 
 
 def test_labels_after_padding_of_a_model_without_positions() -> None:

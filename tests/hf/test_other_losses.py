@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
+from tests.fuzz import losses
+from tests.fuzz.oracle import Refusal
 from tests.hf.hf_models import RELEASE, VOCAB, assert_exact, current_gradients, make, make_batch, one_line
 
 pytestmark = pytest.mark.usefixtures("one_thread", "double")
@@ -37,7 +39,7 @@ def results(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), current_gradients(model)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("name", "method", "inputs"),
     [
@@ -105,53 +107,27 @@ def test_a_z_loss(counted: dict[str, Any]) -> None:
     assert abs(results(make(BAMBA), **WITHOUT_MASK, **counted)[0] - expected[0]) > 0.1
 
 
-def smoothed(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    logits_and_targets = logits.double().flatten(0, 1), shift_labels.flatten()
-    loss = F.cross_entropy(*logits_and_targets, label_smoothing=0.1, reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-@pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
-@pytest.mark.parametrize("counted", [{}, {"num_items_in_batch": torch.tensor(7)}])
-def test_a_loss_function_of_ones_own(method: Any, counted: dict[str, Any]) -> None:
-    """A user's loss function works above a head that is more than its weight."""
-    model, plain = (make("Gemma2ForCausalLM") for _ in range(2))
-    without = results(plain, **BATCH, **counted)
-    model.loss_function = plain.loss_function = smoothed
-    expected = results(plain, **BATCH, **counted)
-    assert_exact(results(adjoint.wrap(model, method), **BATCH, **counted), expected)
-    assert abs(expected[0] - without[0]) > 1e-3
-
-
-@pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
-def test_a_loss_function_that_reads_tokens_without_labels(method: Any) -> None:
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("method", [{"name": "Exact", "chunk_size": 8}, {"name": "MiniSequence"}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "term", "counts", "padded"),
+    [
+        ("Gemma2ForCausalLM", "smoothed", [None, "tensor"], 0.3),  # above a head that is more than its weight
+        ("LlamaForCausalLM", "z of all", [7], None),
+        ("LlamaForCausalLM", "z of all", [7], 0.3),
+    ],
+)
+def test_a_loss_function_of_ones_own(
+    name: str, term: str, counts: list[Any], padded: float | None, method: dict[str, Any]
+) -> None:
     """A z-loss of all tokens is refused with padding, of which chunks have other logits than the model."""
-    model, plain = (make("LlamaForCausalLM") for _ in range(2))
-
-    def loss(logits: Tensor, **inputs: Any) -> Tensor:
-        z = logits.double().logsumexp(-1).square().sum() / (inputs.get("num_items_in_batch") or 1)
-        return smoothed(logits, **inputs) + 0.1 * z
-
-    model.loss_function = plain.loss_function = loss
-    adjoint.wrap(model, method)
-    inputs = {**WITHOUT_MASK, "num_items_in_batch": 7}
-    assert_exact(results(model, **inputs), results(plain, **inputs))
-    inputs = {**BATCH, "num_items_in_batch": 7}
-    if method is EXACT:
-        with one_line("its loss_function reads logits whose labels are -100"):
-            model(**inputs)
+    case = {"seed": 0, "model": name, "term": term, "divisor": "count", "counts": counts, "method": method}
+    case |= {"batch": 2, "seqlen": 29, "ignored": 0.2} | ({} if padded is None else {"padded": padded})
+    if term == "z of all" and padded and method["name"] == "Exact":
+        with pytest.raises(Refusal, match="its loss_function reads logits whose labels are -"):
+            losses.check(case)
     else:
-        assert_exact(results(model, **inputs), results(plain, **inputs))
+        losses.check(case)
 
 
 LAST = VOCAB - 1  # a label that the trial of 13 tokens has not
@@ -203,7 +179,7 @@ def set_forward(model: Any, loss: Any) -> None:
     model.__class__ = Own
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("method", [EXACT, adjoint.MiniSequence()])
 @pytest.mark.parametrize("loss", [weighted_by_class, mean_of_rows, after_separator])
 @pytest.mark.parametrize("change", [set_function, set_forward])

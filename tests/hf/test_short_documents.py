@@ -14,9 +14,9 @@ import adjoint
 from adjoint import Exact, Truncated
 from adjoint.engine.short_documents import side_by_side
 from adjoint.engine.step import ChunkedStep
+from tests.engine.test_shared_prefix import NAMES
+from tests.engine.test_shared_prefix import computed as computed  # a fixture
 from tests.hf.hf_models import VOCAB, assert_exact, make
-from tests.hf.test_shared_rows import NAMES
-from tests.hf.test_shared_rows import computed as computed  # a fixture
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]

@@ -91,10 +91,36 @@ def as_one_process(
             assert len(set(peers)) == 1
 
 
-@pytest.mark.parametrize("name", [LLAMA, *(pytest.param(name, marks=pytest.mark.slow) for name in CLASSES)])
-def test_tensor_parallel(name: str, tmp_path: Path) -> None:
+# transformers has no plan for Bamba: this one splits attention and MLPs, and leaves Mamba-2 layers whole.
+PLAN = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+PLAN |= {f"model.layers.*.feed_forward.{name}_proj": "colwise" for name in ("gate", "up")}
+PLAN |= {f"model.layers.*.{name}_proj": "rowwise" for name in ("self_attn.o", "feed_forward.down")}
+ROUTED = {"output_router_logits": True}
+# (class, ranks, sizes of the configuration, options of `as_one_process`)
+CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    *((name, 2, {"tp_size": 2}, {}) for name in (LLAMA, *CLASSES)),
+    ("BambaForCausalLM", 2, {"tp_size": 2, "tp_plan": PLAN}, {}),
+    *((EXPERTS, 2, sizes, ROUTED) for sizes in ({"tp_size": 2}, {"tp_size": 2, "ep_size": 2})),
+    # FSDP2 gathers what tensor parallelism leaves each rank; HSDP; experts on ranks of their own
+    *((name, 4, {"tp_size": 2, "fsdp_size": 2}, {}) for name in (LLAMA, *CLASSES, EXPERTS)),
+    (LLAMA, 4, {"tp_size": 2, "dp_replicate_size": 2}, {}),
+    (LLAMA, 4, {"fsdp_size": 2, "dp_replicate_size": 2}, {}),
+    (EXPERTS, 4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, {}),
+    (EXPERTS, 4, {"fsdp_size": 4, "ep_size": 2}, {}),
+    *((name, 4, {"tp_size": 2}, {"shares_sequence": True}) for name in (LLAMA, "Qwen3_5ForCausalLM")),
+    (EXPERTS, 4, {"tp_size": 2}, {"shares_sequence": True, **ROUTED}),
+]
+
+
+@pytest.mark.sampled(len(CASES))
+@pytest.mark.parametrize(("name", "ranks", "sizes", "options"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_one_process(
+    name: str, ranks: int, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Compare experts with their routers' loss, too, and layouts with FSDP2, replicas or shared sequences."""
     make(name).save_pretrained(tmp_path / "model")
-    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37, 8, 19])
+    case = functools.partial(as_one_process, **options)
+    on_ranks(ranks, tmp_path, case, str(tmp_path / "model"), sizes, [37, 8, 19] if ranks == 2 else [37, 19])
 
 
 def every_call(folder: str) -> None:
@@ -170,43 +196,6 @@ def test_weights_that_are_no_dtensors_are_refused() -> None:
         adjoint.wrap(model, METHOD)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method",
-    [adjoint.Exact(8, recompute="full"), adjoint.Exact(8, memory="1GB"), adjoint.MiniSequence()],
-    ids=str,
-)
-def test_other_methods(method: Any, tmp_path: Path) -> None:
-    make(LLAMA).save_pretrained(tmp_path / "model")
-    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2}, [37], method)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param({"tp_size": 2}, marks=pytest.mark.slow), {"tp_size": 2, "ep_size": 2}],
-    ids=str,
-)
-def test_experts_with_their_routers_loss(sizes: dict[str, Any], tmp_path: Path) -> None:
-    make(EXPERTS).save_pretrained(tmp_path / "model")
-    arguments = str(tmp_path / "model"), sizes, [37, 19]
-    on_ranks(2, tmp_path, _with_routers_loss, *arguments)
-
-
-def _with_routers_loss(*arguments: Any) -> None:
-    as_one_process(*arguments, output_router_logits=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [LLAMA, *(pytest.param(name, marks=pytest.mark.slow) for name in [*CLASSES, EXPERTS])]
-)
-def test_beside_fsdp(name: str, tmp_path: Path) -> None:
-    """FSDP2 gathers what tensor parallelism leaves each rank."""
-    make(name).save_pretrained(tmp_path / "model")
-    on_ranks(4, tmp_path, as_one_process, str(tmp_path / "model"), {"tp_size": 2, "fsdp_size": 2}, [37, 19])
-
-
 def after_a_plain_call(folder: str, sizes: dict[str, Any]) -> None:
     """Compare a model that is called, and registers transformers' hooks, before it is wrapped."""
     with float64_throughout():
@@ -223,53 +212,6 @@ def test_wrapped_after_a_plain_call(sizes: dict[str, Any], tmp_path: Path) -> No
     make("Qwen3ForCausalLM").save_pretrained(tmp_path / "model")
     ranks = sizes["tp_size"] * sizes.get("fsdp_size", 1)
     on_ranks(ranks, tmp_path, after_a_plain_call, str(tmp_path / "model"), sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, sizes",
-    [
-        (LLAMA, {"tp_size": 2, "dp_replicate_size": 2}),
-        (LLAMA, {"fsdp_size": 2, "dp_replicate_size": 2}),
-        (EXPERTS, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),
-        (EXPERTS, {"fsdp_size": 4, "ep_size": 2}),
-    ],
-    ids=str,
-)
-def test_beside_replicas_and_experts(name: str, sizes: dict[str, Any], tmp_path: Path) -> None:
-    """HSDP, and FSDP2 with experts on ranks of their own."""
-    make(name).save_pretrained(tmp_path / "model")
-    on_ranks(4, tmp_path, as_one_process, str(tmp_path / "model"), sizes, [37, 19])
-
-
-@pytest.mark.slow
-def test_a_plan_for_a_class_that_has_none(tmp_path: Path) -> None:
-    """Bamba's attention and MLPs are split by a plan that is given, its Mamba-2 layers are whole."""
-    columns, rows = ("self_attn.q", "self_attn.k", "self_attn.v"), ("self_attn.o", "feed_forward.down")
-    columns += ("feed_forward.gate", "feed_forward.up")
-    plan = {f"model.layers.*.{name}_proj": "colwise" for name in columns}
-    plan |= {f"model.layers.*.{name}_proj": "rowwise" for name in rows}
-    make("BambaForCausalLM").save_pretrained(tmp_path / "model")
-    sizes = {"tp_size": 2, "tp_plan": plan}
-    on_ranks(2, tmp_path, as_one_process, str(tmp_path / "model"), sizes, [37, 8, 19])
-
-
-def with_documents(folder: str) -> None:
-    """Compare with one process by chunks, as transformers' own code may let documents see earlier ones."""
-    with float64_throughout():
-        plain, model = load(folder), load(folder, DistributedConfig(tp_size=2))
-        positions = torch.cat([torch.arange(11), torch.arange(26)]).expand(2, 37)
-        inputs = batch(37) | {"position_ids": positions}
-        expected, result = (loss_and_gradients(adjoint.wrap(m, METHOD), inputs) for m in (plain, model))
-        assert_same(result, expected, 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:position_ids restart")
-@pytest.mark.parametrize("name", [LLAMA, "Qwen3_5ForCausalLM"])
-def test_documents(name: str, tmp_path: Path) -> None:
-    make(name).save_pretrained(tmp_path / "model")
-    on_ranks(2, tmp_path, with_documents, str(tmp_path / "model"))
 
 
 def with_adapters(folder: str) -> None:
@@ -419,13 +361,3 @@ def test_across_a_sequence_group(tmp_path: Path) -> None:
 def test_across_a_sequence_group_and_fsdp(tmp_path: Path) -> None:
     make(LLAMA).save_pretrained(tmp_path / "model")
     on_ranks(8, tmp_path, across_a_sequence_group, str(tmp_path / "model"), 2, timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [LLAMA, EXPERTS, "Qwen3_5ForCausalLM"])
-def test_groups_that_share_sequences(name: str, tmp_path: Path) -> None:
-    """Weights are split by transformers' plan; a mixture has its router's loss."""
-    make(name).save_pretrained(tmp_path / "model")
-    routed = {"output_router_logits": True} if name == EXPERTS else {}
-    case = functools.partial(as_one_process, shares_sequence=True, **routed)
-    on_ranks(4, tmp_path, case, str(tmp_path / "model"), {"tp_size": 2}, [37, 19])

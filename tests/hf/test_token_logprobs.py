@@ -53,7 +53,7 @@ def weighted_gradients(model: Any, logprobs: Tensor, weights: Tensor) -> tuple[T
     return loss.detach(), current_gradients(model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients(name: str) -> None:

@@ -56,7 +56,7 @@ def assert_equal_to_transformers(
     assert_exact((got.loss.detach(), current_gradients(stack)), (expected.loss.detach(), theirs))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seqlen", [2, 3, 17, 37])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_logits_and_gradients(case: str, seqlen: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import adjoint
@@ -20,8 +21,10 @@ from adjoint.engine.grid import Tile
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.model_parts import layers_of
+from tests.both_kinds import ModelOfEitherKind
 from tests.hf.hf_models import (
     MODELS,
+    OTHERS,
     REFUSED,
     RELEASE,
     VOCAB,
@@ -35,7 +38,10 @@ from tests.hf.hf_models import (
     make_batch,
     one_line,
     refusal_reason,
+    skip_if_broken,
 )
+from tests.model_helpers import assert_same, make_ids
+from tests.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,10 +52,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "MambaForCausalLM": {"tie_word_embeddings": True},
     "Mamba2ForCausalLM": {"tie_word_embeddings": False},
 }
-# Much like others: tried with -m slow only.
+# Much like others, or long: tried with -m slow only.
 ALIKE = {
     "BailingHybridForCausalLM",
     "Cohere2ForCausalLM",
+    "DeepseekV4ForCausalLM",
     "Ernie4_5ForCausalLM",
     "Gemma2ForCausalLM",
     "GraniteForCausalLM",
@@ -122,7 +129,7 @@ def test_loss_and_gradients_are_the_models_own(name: str, double: None) -> None:
     assert cache_contents(wrapped) == table()[name][1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Mamba2ForCausalLM"])
 def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
     """Gradients under bfloat16 autocast against those of the same weights in float64, over six seeds, between
@@ -146,7 +153,7 @@ def test_bfloat16_is_no_further_off_than_the_models_own(name: str) -> None:
     assert sum(ours) <= 1.05 * sum(theirs), (ours, theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["BambaForCausalLM", "Qwen3_5ForCausalLM"])
 def test_norms_and_mlps_keep_their_inputs_alone_in_bfloat16_too(name: str) -> None:
     """Gradients of weights in bfloat16 are no further off than the model's own, and a norm keeps less for
@@ -191,6 +198,7 @@ def bytes_kept(norm: Any, forward: Any) -> int:
     return sum(saved.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
@@ -295,7 +303,7 @@ def test_the_forms_of_a_call(name: str, form: str) -> None:
 # -------------------------------------------------------------------------------------------------- truncated
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "MistralForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM"]
 )
@@ -371,7 +379,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", VARIANTS)
 def test_variants(case: str, double: None) -> None:
     name, options = VARIANTS[case]
@@ -492,3 +500,37 @@ def test_what_is_tried_on_first_use_leaves_nothing_behind() -> None:
     for _ in range(2):
         model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
     assert len(model._adjoint.verifications) == 1
+
+
+def results_or_refusal(case: ModelOfEitherKind, method: Any, inputs: Any, group: Any) -> Any:
+    """Return loss and gradients, or the line by which they are refused."""
+    try:
+        return case.results(method, inputs, group=group)
+    except ValueError as error:
+        text = str(error)
+        assert "\n" not in text, text
+        return text
+
+
+def compare_over_ranks(case: ModelOfEitherKind) -> None:
+    """Compare a group with one process, or expect a refusal by name; if one process refuses, the group
+    does."""
+    ids, mask = make_ids(2, 31), torch.arange(31)[None] < torch.tensor([[31], [22]])
+    padded = case.inputs(ids, ids.masked_fill(~mask, -100), mask=mask.long())
+    packed = case.inputs(ids[:1], ids[:1], (torch.arange(31) >= 9).long()[None])
+    for method in (adjoint.Exact(7), adjoint.Exact(9, recompute="full"), adjoint.Truncated(16, 8)):
+        for inputs in (case.inputs(ids, ids), padded, packed)[: 3 if method == adjoint.Exact(7) else 1]:
+            shared, alone = (results_or_refusal(case, method, inputs, g) for g in (dist.group.WORLD, None))
+            if isinstance(alone, str):
+                assert isinstance(shared, str), alone
+            elif isinstance(shared, str):
+                assert "sequence_group: " in shared, shared
+            else:
+                assert_same(shared, alone, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, *REFUSED, *OTHERS])
+def test_every_class_over_two_ranks(name: str, tmp_path: Path) -> None:
+    skip_if_broken(name)
+    on_ranks(2, tmp_path, compare_over_ranks, ModelOfEitherKind(name))

@@ -322,7 +322,7 @@ LATER: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", LATER)
 def test_a_change_between_calls(case: str) -> None:
     """A change of a module or the head takes effect: nothing stays from the call before."""
@@ -407,7 +407,7 @@ CHANGES_REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_of_the_model_is_seen(case: str, when: str) -> None:
@@ -436,7 +436,7 @@ def test_a_weight_that_is_trained_later_is_looked_at_again() -> None:
         run(model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CHANGES_REFUSED)
 def test_a_change_that_is_refused(case: str) -> None:
     """A change is refused whether gradients are asked for or not, also after calls that succeeded."""
@@ -466,6 +466,7 @@ def transformed(transform: str, model: Any) -> Any:
     return torch.func.grad(loss)(named) if transform == "grad" else torch.func.jvp(loss, (named,), (named,))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "forward mode"])
 def test_transforms_are_refused(transform: str) -> None:
     with one_line(
@@ -543,6 +544,7 @@ def test_a_short_first_call_is_not_the_one_that_is_compared() -> None:
         model(**{name: value[:, :3] for name, value in BATCH.items()})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("own_mixers")
 @pytest.mark.parametrize("seed", range(3))
 def test_bfloat16_is_compared_in_float32(seed: int) -> None:
@@ -555,6 +557,7 @@ def test_bfloat16_is_compared_in_float32(seed: int) -> None:
     wrapped(make(LLAMA, torch.bfloat16, seed))(**BATCH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_layer_of_each_kind_is_compared_where_all_do_not_fit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -669,7 +672,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CALLS)
 def test_an_input_is_honoured(case: str) -> None:
     name, inputs = CALLS[case]
@@ -724,7 +727,7 @@ NO_LLAMA = {
 }  # by a part of the message
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("message", CALLS_REFUSED)
 def test_an_input_that_is_refused(message: str) -> None:
     model = wrapped(make(next((name for text, name in NO_LLAMA.items() if text in message), LLAMA)))
@@ -741,6 +744,7 @@ def test_an_input_that_is_given_twice_or_has_no_name() -> None:
                 module(*args, **keywords)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [GPT2, "MambaForCausalLM", "Gemma4ForCausalLM", "BambaForCausalLM", "MixtralForCausalLM"]
 )
@@ -882,7 +886,7 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor], dict[st
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_adapters_are_as_they_were(case: str) -> None:
     pytest.importorskip("peft")
@@ -1101,7 +1105,7 @@ NOISE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("source", NOISE)
 def test_noise_is_drawn_again(source: str) -> None:
     """The gradient is that of the loss that was returned, by finite differences under a fixed seed; a second

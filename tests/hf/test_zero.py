@@ -23,7 +23,8 @@ from torch import Tensor
 
 import adjoint
 from adjoint.errors import UserError
-from tests.hf.hf_models import VOCAB, current_gradients, errors, float64_throughout, make, trained_like
+from tests.hf.hf_models import VOCAB, current_gradients, float64_throughout, make, trained_like
+from tests.hf.test_fsdp import assert_same, unequal_batches, unsharded
 from tests.ranks import on_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -113,18 +114,6 @@ def whole_gradients(engine: Any) -> dict[str, Tensor]:
     return gradients
 
 
-def assert_same(gradients: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-12) -> None:
-    unit_loss = torch.ones(())
-    difference = errors((unit_loss, gradients), (unit_loss, expected))
-    assert difference.worst <= limit, difference
-
-
-def of_one_process(model: Any, *losses: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    for loss in losses:
-        loss(model).backward()
-    return current_gradients(model)
-
-
 # ------------------------------------------------------------------------------------------------- gradients
 
 
@@ -140,32 +129,22 @@ def equal(name: str) -> None:
         count = 2 * dist.get_world_size()
         each = [ids[None] for seed in (1, 2) for ids in rows(seed)]
         losses = [lambda m, ids=ids: m(input_ids=ids, labels=ids, **routed).loss / count for ids in each]
-        assert_same(whole_gradients(engine), of_one_process(trained_like(name), *losses))
+        assert_same(whole_gradients(engine), unsharded(trained_like(name), *losses))
 
 
 @case
 def lengths() -> None:
-    """A long row on one process, two short ones on the other: documents, then rows padded at the left."""
     in_float64()
-    long, ids = {"input_ids": rows(4)[:1], "labels": rows(4)[:1]}, rows(3, 12)
-    labels, positions = ids.clone(), torch.arange(12).expand(2, 12).clone()
-    positions[0, 5:] -= 5
-    labels[0, 5] = -100
-    packed = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) < 2, -100)}
     with float64_throughout():
         engine, reference = (
             initialized(adjoint.wrap(make(BAMBA), METHOD)),
             adjoint.wrap(make(BAMBA), METHOD),
         )
-        for short, counted in ((packed, {}), (padded, {"num_items_in_batch": torch.tensor(40)})):
-            inputs_by_rank = [{**long, **counted}, {**short, **counted}]
+        for inputs_by_rank in unequal_batches():
             engine.backward(engine(**inputs_by_rank[rank_of()]).loss)
             reference.zero_grad()
             losses = [lambda m, inputs=inputs: m(**inputs).loss / 2 for inputs in inputs_by_rank]
-            assert_same(whole_gradients(engine), of_one_process(reference, *losses))
+            assert_same(whole_gradients(engine), unsharded(reference, *losses))
             engine.optimizer.zero_grad()
 
 
@@ -177,7 +156,7 @@ def stacks() -> None:
         engine, ids = initialized(adjoint.Stack(config, seed=0).double()), rows()
         engine.backward(engine(ids[rank_of() :][:1], labels=ids[rank_of() :][:1], method=METHOD).loss)
         reference = adjoint.Stack(config, seed=0).double()
-        assert_same(whole_gradients(engine), of_one_process(reference, lambda m: m(ids, labels=ids).loss))
+        assert_same(whole_gradients(engine), unsharded(reference, lambda m: m(ids, labels=ids).loss))
 
 
 @case
@@ -199,7 +178,7 @@ def adapters(name: str) -> None:
         for _ in range(2):
             engine.optimizer.zero_grad()
             engine.backward(engine(**own_row()).loss)
-        expected = of_one_process(adapted(), lambda m: m(input_ids=rows(), labels=rows()).loss)
+        expected = unsharded(adapted(), lambda m: m(input_ids=rows(), labels=rows()).loss)
         assert_same(whole_gradients(engine), expected)
 
 
@@ -214,7 +193,7 @@ def two_calls_in_a_backward() -> None:
             third = engine(**own_row(3), output_hidden_states=True).loss
         engine.backward(first + 2 * second + 3 * third)
         losses = [lambda m, s=s: s * m(input_ids=rows(s), labels=rows(s)).loss for s in (1, 2, 3)]
-        assert_same(whole_gradients(engine), of_one_process(make(LLAMA), *losses))
+        assert_same(whole_gradients(engine), unsharded(make(LLAMA), *losses))
 
 
 @case
@@ -348,7 +327,7 @@ def leaf_modules() -> None:
         deepspeed.utils.set_z3_leaf_modules(model, [experts])
         engine = initialized(adjoint.wrap(model, METHOD))
         engine.backward(engine(**own_row()).loss)
-        expected = of_one_process(
+        expected = unsharded(
             make(MIXTRAL), *(lambda m, i=i: m(input_ids=i, labels=i).loss / 2 for i in rows()[:, None])
         )
         assert_same(whole_gradients(engine), expected)
@@ -372,7 +351,7 @@ def partitioned_from_the_start(folder: str) -> None:
         model(**own_row())
     engine = initialized(model)
     engine.backward(engine(**own_row()).loss)
-    expected = of_one_process(make(BAMBA, torch.float32), lambda m: m(input_ids=rows(), labels=rows()).loss)
+    expected = unsharded(make(BAMBA, torch.float32), lambda m: m(input_ids=rows(), labels=rows()).loss)
     assert_same(whole_gradients(engine), expected, 1e-4)
 
 

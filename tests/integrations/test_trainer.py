@@ -46,7 +46,7 @@ def losses_of(folder: Path, callbacks: list[Any], model: Any = None, **options: 
     return logged(trainer, "loss")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", ["float32", "bf16 with LoRA"])
 def test_the_callback_wraps_the_trainers_model(case: str, tmp_path: Path) -> None:
     """Accelerate replaces the model's forward in bfloat16: the callback comes before it."""
@@ -66,7 +66,7 @@ def test_the_callback_wraps_the_trainers_model(case: str, tmp_path: Path) -> Non
     assert (losses[1] - losses[0]).abs().max() <= (1e-5 if case == "float32" else 1e-2)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("case", ["padded", "SFT with LoRA", "DPO"])
 def test_the_callback_in_trl(case: str, tmp_path: Path) -> None:
     trl_model(TRL[case], tmp_path)

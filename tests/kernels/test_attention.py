@@ -253,7 +253,7 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("played", "small_blocks")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nothing_as_long_as_the_past_is_made(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:

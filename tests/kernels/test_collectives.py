@@ -133,6 +133,7 @@ def linear_of_local_tokens(x: Tensor, weight: Tensor, seqlen: int) -> Tensor:
         return F.linear(gathered, weight)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_and_gradients_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, tmp_path, every_function)

@@ -60,7 +60,7 @@ def test_compiled_equals_eager_in_one_graph_for_every_length(name: str, options:
             torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("mixer", WINDOWED)
 def test_one_graph_of_a_block_serves_every_length(mixer: str) -> None:
     model, counter = make_model(mixer, n_layer=1), CompileCounterWithBackend("aot_eager")
@@ -87,7 +87,7 @@ def check_loss(model: Stack, loss: Callable[[Tensor], Tensor], input_ids: Tensor
 SLOW = {"diagonal", "scalar"}  # whose blocks are compiled above
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "mixer", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in WINDOWED]
@@ -103,7 +103,7 @@ def test_whole_stack_is_one_graph(mixer: str, backend: str) -> None:
     check_loss(model, loss, make_ids(2, 13))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
 def test_exact_over_compiled_blocks(mixer: str) -> None:
     """Each tile's forward and its linearisation run compiled; the sweep over them stays plain Python."""

@@ -104,7 +104,7 @@ def test_operators_are_registered_as_they_behave(operation: str, backend: str, l
         check(one, layout, CHECKS if layout or "absent" in one else ALL_CHECKS)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("window", [None, 1, 9])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -147,7 +147,7 @@ def test_every_operator_is_checked_here() -> None:
 # ----------------------------------------------------------------------------------------- layouts, gradients
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("layout", [None, *[name for name in LAYOUTS if name != "expanded"]], ids=str)
 @pytest.mark.parametrize("operation", [*OPERATIONS, *ATTENTION, "windowed causal_attention"])
 def test_gradients_are_those_of_differences(operation: str, layout: str | None) -> None:
@@ -168,7 +168,7 @@ def test_gradients_are_those_of_differences(operation: str, layout: str | None) 
             torch.autograd.gradcheck(call, list(tensors.values()), fast_mode=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operation", [*OPERATIONS, *ATTENTION, "banded causal_attention"])
 def test_how_inputs_lie_in_memory_changes_nothing(operation: str, layout: str) -> None:

@@ -52,7 +52,7 @@ def short(monkeypatch):
     monkeypatch.setattr(trial, "SEQLEN", 150)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("result", [0, 1])
 @pytest.mark.parametrize("function", ["forward", "backward"])

@@ -60,7 +60,7 @@ def test_main_kernels_keep_to_registers(name, capability):
     assert check(name, capability)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["convolution, bf16", "RMSNorm, bf16, gate", "linear scan, fp32"])
 def test_light_kernels_keep_to_registers(name):
     check(name, 90)
@@ -84,7 +84,7 @@ def test_the_windowed_selective_scan_keeps_its_layout():
     check("selective scan, bf16, d_state 16, window", 90, frozenset({"marks_kernel", "backward_kernel"}))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_ssd_backward_does_not_spill(capability):
     """The heaviest kernels, in bfloat16; the rest of the shapes and kernels are in the slow test."""
@@ -138,7 +138,7 @@ def test_stages_are_measured_once_for_a_size(monkeypatch):
     assert all({**launch[2], "num_stages": 3} == {**launch[2], **constants} for launch in launches)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_other_dtypes_compile(dtype):
     names = frozenset({"forward_kernel", "output_kernel", "chunk_state_kernel", "_forward_kernel"})
@@ -170,7 +170,7 @@ def test_a_single_token_and_channel_compile():
     assert len({k.name for k in aot.compile_call(call, 90)}) > 15
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", aot.MAIN)
 def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
     """The current device may be another one."""
@@ -190,7 +190,7 @@ def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
     assert outside == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("operation", "windowed", "resets", "calls"),
     [
@@ -242,7 +242,7 @@ def test_delta_rules_are_tried_with_products_of_half_precision(operation):
     assert products == {aot.triton.language.bfloat16}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["delta rule, bf16, d_k 64", "KDA, bf16, d_k 64", "DPLR, bf16, d_k 64"])
 def test_delta_rules_leave_out_wgmma_on_hopper(name):
     """An H100 gives wrong numbers with it and reads outside shared memory, by dtype and number of warps."""

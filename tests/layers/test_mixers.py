@@ -265,7 +265,7 @@ def test_workers_of_a_sequence_share_keys_and_values_and_helpers_do_not() -> Non
     Layout(sequence=2).check(StackConfig(**{**SIZES, **UNWINDOWED["mamba3"]}), Exact())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 def test_the_plan_counts_keys_and_values(precision: str) -> None:
     """What the slabs of a real run take, and work that grows with the past on a GPU alone. Final keys and

@@ -38,13 +38,13 @@ def peak_bytes(config: StackConfig, method: Any) -> int:
     return live.peak - before + sum(p.nbytes for p in model.parameters()) + 2 * ids.nbytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("sizes", "method"),
     [
-        ({}, Exact(CHUNK)),
-        ({}, Backprop(checkpoint=True)),
         (STRANDS, Exact(CHUNK)),
+        ({}, Backprop(checkpoint=True)),
+        pytest.param({}, Exact(CHUNK), marks=pytest.mark.slow),
         pytest.param({}, Exact(CHUNK, checkpoints=3), marks=pytest.mark.slow),
         pytest.param({"n_layer": 2}, Backprop(), marks=pytest.mark.slow),
         pytest.param(PRODUCT, Exact(CHUNK, recompute="full"), marks=pytest.mark.slow),

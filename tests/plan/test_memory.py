@@ -93,7 +93,7 @@ class Zeros:
         return tensor
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("sequence", [1, 3])
 @pytest.mark.parametrize(
     "method", [*METHODS, CHECKPOINTS, Truncated(1024, 512, unbiased=True), Truncated("auto", 512)], ids=str
@@ -115,7 +115,7 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     assert 0.87 * live.peak < planned < 1.13 * live.peak
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     "method, layout",
     [
@@ -245,6 +245,7 @@ def test_auto_is_most_of_what_weights_leave_on_a_gpu() -> None:
     assert found == parts(budget) and found["chunk"] > 10 * parts(None)["chunk"]
 
 
+@pytest.mark.slow
 def test_a_process_takes_some_hundred_megabytes_for_a_model_of_no_size(tmp_path: Path) -> None:
     """As docs/plan.md says; less or much more would be counted twice, or a leak."""
     argv = [sys.executable, "-m", "adjoint", *tiny(tmp_path)]

@@ -247,7 +247,7 @@ def test_the_command_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None
     assert found["layouts"][0]["seconds"] == found["step"]["seconds"] and len(found["layouts"]) == 10
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     "given, words",
     [
@@ -324,7 +324,7 @@ def test_bars_of_a_picture_join_layers_and_its_shares_are_the_time() -> None:
     assert shares[0, "windowed"] == pytest.approx([0, 0.2 / 1.6, 1, 1.2 / 1.6, 0])
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize(
     "flags, label",
     [
@@ -343,7 +343,7 @@ def test_timeline_files(flags: str, label: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -449,7 +449,7 @@ def test_a_gpu_that_is_assumed_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert shares[0] * step["seconds"] < least < step["seconds"] < most < shares[1] * step["seconds"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("memory", ["auto", "30GB"])
 def test_a_budget_for_which_there_is_no_room_is_refused_in_a_line(
     memory: str, capsys: pytest.CaptureFixture[str]
@@ -542,7 +542,7 @@ def test_a_pretrained_model_s_keys_are_counted_and_states_flat_in_chunks(folders
     assert long["states"] == 3 * 4 * (convolved * 4 + 4 * 16 * 8) * (65536 // 128 + 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["hybrid", "tied", "stack", "stack, tied"])
 def test_weights_gradients_and_moments_are_the_model_s(kind: str, folders: dict[str, str]) -> None:
     sizes = {"vocab_size": 64, "d_model": 32, "n_layer": 4, "d_intermediate": 48}
@@ -600,7 +600,7 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
     assert "MixtralForCausalLM, 4 layers" in out and "past" in out and "memory  fits:" in out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "given, message",
     [

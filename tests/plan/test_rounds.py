@@ -22,7 +22,7 @@ from adjoint.plan.rounds import step_bytes
 from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.plan.simulate import simulate
 from adjoint.train.layout import Layout
-from tests.engine.test_sequence_attention import HYBRIDS, hybrid
+from tests.engine.test_sequence import HYBRIDS, hybrid
 from tests.model_helpers import make_ids
 from tests.ranks import on_ranks
 
@@ -113,7 +113,7 @@ def counted() -> None:
 
     GroupTransport._started = counting  # type: ignore[method-assign]
     for mixer, more in [HYBRIDS[1], HYBRIDS[4]]:
-        model, ids = hybrid(mixer, **more), make_ids(2, 43)
+        model, ids = hybrid(mixer, **more).model, make_ids(2, 43)
         for length, size in ((43, 5), (40, 5), (11, 4)):
             model(ids[:, :length], ids[:, :length], Exact(size), sequence_group=group).loss.backward()
             total: list[Any] = [None] * ranks

@@ -23,9 +23,10 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "host weights", "sequence group", "stored", "captured", "layer inputs"
-SLOW = "quick", "long", "layers", "slow", "wrapped", "wrapped layers", "wrapped host weights"
-SLOW += ("wrapped sequence group", "offloaded sequence group", "wrapped captured")
+QUICK = "core", "stored", "captured"
+SLOW = "host weights", "sequence group", "layer inputs", "quick", "long", "layers", "slow", "wrapped"
+SLOW += ("wrapped layers", "wrapped host weights", "wrapped sequence group", "wrapped captured")
+SLOW += ("offloaded sequence group",)
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (69, 15),
@@ -65,6 +66,7 @@ def result(group: str, case: str) -> dict[str, Any]:
     return one
 
 
+@pytest.mark.slow
 def test_offloaded_inputs_of_layers_in_both_directions_leave_the_device() -> None:
     """A layer more takes neither its input nor the states at the edges of its scans; gradients stay."""
     added = result("layer inputs", "layer inputs")

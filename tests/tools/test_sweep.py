@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import math
 from pathlib import Path
@@ -19,6 +20,13 @@ from adjoint.tools.sweep.compare import Comparison
 from adjoint.train.machine import environment
 from tests.model_helpers import make_ids, make_model
 from tests.training_helpers import run, train_tiny, write_text
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Spare the collection before each row of a sweep the walk over what other tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def sweep(folder: Path, *more: str, out: str = "out", **flags: Any) -> int:

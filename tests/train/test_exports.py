@@ -48,7 +48,7 @@ def change_trained(model: Any) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name, targets",
     [

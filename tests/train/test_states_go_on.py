@@ -48,7 +48,7 @@ def test_a_document_in_pieces_has_the_losses_of_the_whole(method: Any) -> None:
         assert torch.allclose(loss, whole, rtol=1e-12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", ["previous", "other", "noise"])
 def test_a_run_that_carries_states_resumes_bitwise(tmp_path: Path, how: str) -> None:
     flags = {"training__carry_state": how, "data__batch": 2}
@@ -61,7 +61,7 @@ def test_a_run_that_carries_states_resumes_bitwise(tmp_path: Path, how: str) -> 
     assert metrics(whole)[-1]["loss"] != metrics(tmp_path / "plain")[-1]["loss"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", ["previous", "other", "noise"])
 def test_shards_carry_states_as_one_process_does(tmp_path: Path, one_thread: None, how: str) -> None:
     """And a checkpoint's go on in any number of shards, bit for bit in the same one."""
@@ -155,7 +155,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("carry_state", ["previous", "noise"])
 def test_a_pretrained_model_carries_states_and_resumes_bitwise(
     pretrained: dict[str, Path], tmp_path: Path, carry_state: str

@@ -217,7 +217,7 @@ def test_a_write_that_fails_in_a_thread_is_told_at_the_next_one(
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
@@ -558,7 +558,7 @@ def test_muon_has_the_matrices_and_resumes_bitwise(tmp_path: Path) -> None:
     assert "layers.0.mixer.in_proj.weight|exp_avg" not in kept
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("method", ["backprop", "exact"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_stepping_in_the_backward_is_stepping_after_it(method: str, optimizer: str, tmp_path: Path) -> None:
