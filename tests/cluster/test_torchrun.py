@@ -70,7 +70,9 @@ def test_processes_train_as_one(
     argv = tiny(tmp_path, **FLAGS, **flags, **split)
     environments = [launcher(rank, world) for rank in range(world)]
     assert started(environments, argv, monkeypatch) == [0] * world
-    assert ("; chunks of each sequence shared by 2\n" in capfd.readouterr().out) == (sequence == 2)
+    assert ("; chunks of each sequence shared by 2\n" in capfd.readouterr().out) == (
+        layout.get("sequence") == 2
+    )
     same_training(tmp_path / "run", tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "one", "run", "text.txt"]
     first = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
