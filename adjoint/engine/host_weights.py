@@ -116,7 +116,9 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 def recompute_of(model: nn.Module, recompute: str) -> str:
     """Return how much of a layer's tape is recomputed: of an offloaded model's at least its weights."""
-    return "full" if recompute == "none" and is_offloaded(model) else recompute
+    if recompute != "none" or not _unit_classes:
+        return recompute
+    return "full" if is_offloaded(model) else recompute
 
 
 def fetched(*modules: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -53,6 +55,19 @@ class Complaints(logging.Handler):
         message = record.getMessage()
         if "reference PyTorch implementation" in message:
             self.messages.append(message.replace("_", "-"))  # some packages by the name that Python imports
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Collect inside the context, whatever the verbosity of transformers is."""
+        logger = logging.getLogger(HUB)
+        level = logger.level
+        logger.addHandler(self)
+        logger.setLevel(logging.WARNING)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(self)
 
 
 def lacking(model: Point) -> dict[str, str]:
@@ -108,14 +123,11 @@ def wrapped(point: Point) -> Point:
     used = kernels_of(point)
     if "missing" in used:
         return used
-    complaints, logger = Complaints(), logging.getLogger(HUB)
-    logger.addHandler(complaints)
-    try:
+    complaints = Complaints()
+    with complaints.listening():
         measurement = steps.measure(
             {**point, "above": "imports", "repeat_s": REPEAT_S, "least": LEAST}, work_of_the_gpu
         )
-    finally:
-        logger.removeHandler(complaints)
     is_plain = "class" in point["model"] and "method" not in point["way"]
     for package in used["kernels"].split(", ") if is_plain else ():
         if any(f"`{package}`" in message for message in complaints.messages):
