@@ -171,6 +171,23 @@ def step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) ->
     return F.softplus(raw) if delta_softplus else raw
 
 
+class CompensatedSum:
+    """A sum of many tensors that keeps the digits of their dtype, however many they are (Kahan 1965).
+
+    Attributes:
+        total: the sum.
+        excess: what rounding has added to it and is to be taken off.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.total, self.excess = torch.zeros_like(like), torch.zeros_like(like)
+
+    def add(self, term: Tensor) -> None:
+        term = term - self.excess
+        total = self.total + term
+        self.total, self.excess = total, (total - self.total) - term
+
+
 def softplus_gradient(dd: Tensor, delta: Tensor, delta_bias: Tensor | None) -> Tensor:
     """The cotangent of delta from that of d = softplus(delta + delta_bias)."""
     raw = delta if delta_bias is None else delta + delta_bias

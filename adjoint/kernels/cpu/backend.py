@@ -440,14 +440,15 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     batch, _, channels = x.shape
     args = _conv_args(x, weight, silu)
     dx = x.new_empty(x.shape)
-    dweight = x.new_zeros(args.threads, *weight.shape)
-    dbias = None if bias is None else x.new_zeros(args.threads, channels)
+    dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
+    dbias = None if bias is None else x.new_zeros(args.threads, channels, dtype=torch.float64)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
     args.set_rows(dy=dy)
     args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
     args.set_pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
     _function("conv1d", x.dtype)(ctypes.byref(args), 1)
-    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
+    dweight, dbias = [None if g is None else g.sum(0).to(x.dtype) for g in (dweight, dbias)]
+    return dx, dweight, dbias, dinitial
 
 
 def _delta_args(q, k, v, g, beta, initial_state, reset) -> _DeltaArgs:
@@ -541,7 +542,7 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
     args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
-    dweight = s.new_zeros(args.threads, s.shape[-1])
+    dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     args.set_pointers(weight=weight, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
     _function("norm", s.dtype)(ctypes.byref(args), 1)
-    return dx, dweight.sum(0), dgate, None
+    return dx, dweight.sum(0).to(s.dtype), dgate, None

@@ -85,6 +85,22 @@ template <> struct Halves<double, 16> {
 ALWAYS_INLINE float lane_sum(V<float> v) { return Halves<float, VECTOR_BYTES>::sum(v); }
 ALWAYS_INLINE double lane_sum(V<double> v) { return Halves<double, VECTOR_BYTES>::sum(v); }
 
+// Tokens whose parameters' gradients are summed in T: longer sums, over all tokens of a call, are in double. In float they
+// would lose a digit every ten or hundred thousand tokens.
+constexpr int64_t SUMMED_TOGETHER = 64;
+template <class T> ALWAYS_INLINE void add_to(double* sums, V<T> x, int width = Vec<T>::L) {
+  T numbers[Vec<T>::L];
+  std::memcpy(numbers, &x, VECTOR_BYTES);
+  for (int l = 0; l < width; l++) sums[l] += double(numbers[l]);
+}
+template <class T> ALWAYS_INLINE V<T> rounded(const double* sums) {
+  T numbers[Vec<T>::L];
+  for (int l = 0; l < Vec<T>::L; l++) numbers[l] = T(sums[l]);
+  V<T> x;
+  std::memcpy(&x, numbers, VECTOR_BYTES);
+  return x;
+}
+
 // 2^r on [-1/2, 1/2]: Chebyshev interpolation; relative error 2.5e-9 (float), 6e-20 (double).
 ALWAYS_INLINE V<float> exp2_poly(V<float> r) {
   V<float> p = splat<float>(1.54614446985691e-4f);

@@ -227,9 +227,10 @@ template <class T, bool SSD> struct Scan {
     std::vector<Vt> kept;          // (STATES), then (interval, decays and states, STATES)
     std::vector<Vt> P;             // (interval, STATES)
     std::vector<Vt> dB_dC;         // (d_state / STATES, interval, dB and dC, STATES): sums over the channels
-    std::vector<Vt> A2, R, S, dA;  // (blocks, d_state); R and S carry over from segment to segment
+    std::vector<Vt> A2, R, S;      // (blocks, d_state); R and S carry over from segment to segment
     std::vector<Vt> dfinal;        // (blocks, d_state), with a window
-    std::vector<Vt> dD, dbias;     // (blocks)
+    std::vector<Vt> dD, dbias;     // (blocks): sums over a segment
+    std::vector<double> sums;      // (blocks, d_state of dA, dD and dbias, lanes): over all segments
     std::vector<Vt> prefix;        // (segments, blocks, d_state): P before the segment's first need
     std::vector<Since> since;      // (segments, blocks)
     std::vector<Token> tokens;     // (BATCH, interval)
@@ -301,8 +302,9 @@ template <class T, bool SSD> struct Scan {
     w.kept.resize((2 * K + 1) * STATES);
     w.dB_dC.resize(2 * K * N);
     w.tokens.resize(BATCH * K);
-    for (auto* x : {&w.A2, &w.R, &w.S, &w.dA, &w.dfinal}) x->resize(blocks * N);
+    for (auto* x : {&w.A2, &w.R, &w.S, &w.dfinal}) x->resize(blocks * N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
+    w.sums.resize(blocks * (N + 2) * L);
     if (joined) {
       w.P.resize(K * STATES), w.ahead.resize(BATCH * K);
       w.prefix.resize(segments * blocks * N), w.since.resize(segments * blocks);
@@ -311,9 +313,9 @@ template <class T, bool SSD> struct Scan {
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
         if (!SSD) gather(s.A, &w.A2[i * N], 0, k, T(LOG2E));
-        for (auto* x : {&w.dA, &w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
+        for (auto* x : {&w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
         if (s.dfinal_state) gather(s.dfinal_state, windowed ? &w.dfinal[i * N] : &w.R[i * N], b, k, T(1));
-        w.dD[i] = w.dbias[i] = Vt{};
+        std::fill_n(&w.sums[i * (N + 2) * L], (N + 2) * L, 0.0);
         if (joined) save_prefixes(b, k, w);
       }
       for (int64_t segment = segments - 1; segment >= 0; segment--)
@@ -326,10 +328,15 @@ template <class T, bool SSD> struct Scan {
         });
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
-        if (!SSD) scatter(s.dA, &w.dA[i * N], b, k);
+        const double* sums = &w.sums[i * (N + 2) * L];
+        if (!SSD) {
+          std::vector<Vt> dA(N);
+          for (int64_t n = 0; n < N; n++) dA[n] = rounded<T>(sums + n * L);
+          scatter(s.dA, dA.data(), b, k);
+        }
         const int64_t at = b * s.nheads * s.headdim + k.channel;
-        if (s.dD) store<T>((T*)s.dD + at, w.dD[i], k.width);
-        if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, w.dbias[i], k.width);
+        if (s.dD) store<T>((T*)s.dD + at, rounded<T>(sums + N * L), k.width);
+        if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, rounded<T>(sums + (N + 1) * L), k.width);
         if (s.dinitial_state) {
           Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0), where S is a_1
           const Vt *S = &w.S[i * N], *P = joined ? &w.prefix[i * N] : nullptr;
@@ -374,8 +381,14 @@ template <class T, bool SSD> struct Scan {
         sweep<NS, WINDOWED>(b, segment, k, n, x, w);
       }
     });
+    for (int64_t i = first; i < last; i++) w.dD[i] = w.dbias[i] = Vt{};
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) finish(b, t, block[i], w.tokens[(i - first) * K + t - begin], w);
+    for (int64_t i = first; i < last; i++) {
+      double* sums = &w.sums[i * (N + 2) * L];
+      add_to<T>(sums + N * L, w.dD[i]);
+      add_to<T>(sums + (N + 1) * L, w.dbias[i]);
+    }
   }
   // The prefix sums P_{t+W-1} of NS states that the windows of this segment end in
   template <int NS>
@@ -402,7 +415,7 @@ template <class T, bool SSD> struct Scan {
     const Vt* dfinal = &w.dfinal[at];
     Vt* dB_dC = w.dB_dC.data() + 2 * (n0 * K + (end - begin) * NS);
     Vt R[NS], S[NS], rate[NS], dA[NS];
-    for (int n = 0; n < NS; n++) R[n] = w.R[at + n], S[n] = w.S[at + n], rate[n] = w.A2[at + n], dA[n] = w.dA[at + n];
+    for (int n = 0; n < NS; n++) R[n] = w.R[at + n], S[n] = w.S[at + n], rate[n] = w.A2[at + n], dA[n] = Vt{};
     x += end - begin;
     const auto token = [&](int64_t t, auto owns, auto drops) ALWAYS_INLINE_LAMBDA {
       const Vt delta = x->delta, dy = x->dy, du = x->du;
@@ -444,7 +457,8 @@ template <class T, bool SSD> struct Scan {
       if (t >= owned) x->dropped ? token(t, No(), Yes()) : token(t, No(), No());
       else x->dropped ? token(t, Yes(), Yes()) : token(t, Yes(), No());
     }
-    for (int n = 0; n < NS; n++) w.R[at + n] = R[n], w.S[at + n] = S[n], w.dA[at + n] = dA[n];
+    for (int n = 0; n < NS; n++) w.R[at + n] = R[n], w.S[at + n] = S[n];
+    for (int n = 0; n < NS && !SSD; n++) add_to<T>(&w.sums[(k.index * (N + 2) + n0 + n) * L], dA[n]);
   }
   // Token t's gradients, from the sums over its states
   ALWAYS_INLINE void finish(int64_t b, int64_t t, const Block& k, const Token& x, Work& w) const {

@@ -34,6 +34,7 @@
 //
 // No sum is the difference of two: what a window leaves out adds nothing to its error. Where W is less than Q, every
 // block is a group, whose rows ahead begin with the next token, and M is a band.
+#include <algorithm>
 #include <cmath>
 
 #include "products.h"
@@ -107,7 +108,8 @@ template <class T> struct Ssd {
     T *dy, *scaled, *X_by_channel, *T_, *dG;    // (Q, PL) twice, (PV * L, QL), (Q, QL) twice
     T *turned, *dB, *dC;                        // (PL, NL), (Q, NL) twice
     T *states;                                  // (heads, blocks of the segment, state_size)
-    T *dD;                                      // (heads, PL)
+    T *dD;                                      // (heads, PL): sums over a segment
+    std::vector<double> dD_sums;                // (heads, PL): over all segments
     T *from_C, *from_X, *d_delta;               // (Q): e_i dy_i . C_i H, f_j X_j . B_j dH', dX_j . x_j
     bool goes_on[HEADS];                        // whether dH' is another number than zero
     Decays decays;
@@ -134,6 +136,7 @@ template <class T> struct Ssd {
       turned = buffers[i++].resized(k.PL * k.NL);
       for (T** p : {&dB, &dC}) *p = buffers[i++].resized(Q * k.NL);
       dD = buffers[i++].resized(HEADS * k.PL);
+      dD_sums.resize(HEADS * k.PL);
       T* numbers = buffers[i++].resized(3 * QL);
       from_C = numbers, from_X = numbers + QL, d_delta = numbers + 2 * QL;
       if (!k.s.window) return;
@@ -386,8 +389,8 @@ template <class T> struct Ssd {
       for (int64_t h = 0; h < last - first; h++) {
         gather(s.dfinal_state, w.state + h * size, b, first + h);
         w.goes_on[h] = s.dfinal_state != nullptr;
-        std::memset((void*)(w.dD + h * PL), 0, PL * sizeof(T));
       }
+      std::fill(w.dD_sums.begin(), w.dD_sums.end(), 0.0);
       if (s.window) read_prefixes(b, group, first, last, w);
       for (int64_t segment = segments - 1; segment >= 0; segment--) {
         const int64_t stop = stop_of(segment);
@@ -395,6 +398,7 @@ template <class T> struct Ssd {
         for (int64_t start = segment * s.interval; start < stop; start += blocks.back().size)
           blocks.push_back(block(b, start, stop));
         const int64_t count = blocks.size();
+        std::memset((void*)w.dD, 0, HEADS * PL * sizeof(T));
         states_again(b, segment, group, first, last, blocks, w);
         if (s.window >= Q) prefixes_again(segment, group, first, last, blocks, w);
         for (int64_t i = count; i-- > 0;) {
@@ -419,13 +423,14 @@ template <class T> struct Ssd {
           }
           write_group(k, a, thread, group, fresh, w);
         }
+        for (int64_t c = 0; s.dD && c < (last - first) * PL; c += L) add_to<T>(&w.dD_sums[c], *(Vt*)(w.dD + c));
       }
       for (int64_t h = 0; h < last - first; h++) {
         if (s.window) add_state(w.initial + h * size, w.state + h * size);
         scatter(s.dinitial_state, w.state + h * size, b, first + h);
         if (s.dD)
           each_vector<T>(P, 0, PV, [&](int64_t v, int64_t c, int width) {
-            store<T>((T*)s.dD + (b * s.nheads + first + h) * P + c, *(Vt*)(w.dD + h * PL + v * L), width);
+            store<T>((T*)s.dD + (b * s.nheads + first + h) * P + c, rounded<T>(&w.dD_sums[h * PL + v * L]), width);
           });
       }
     });

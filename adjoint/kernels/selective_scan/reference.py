@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels.recurrence import (
+    CompensatedSum,
     accumulated_adjoint,
     add_final,
     initial_cotangent,
@@ -74,8 +75,7 @@ def selective_scan_backward(
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (u, delta, B, C)
     )
     dz = torch.zeros_like(u)
-    dA = torch.zeros_like(A)
-    dD = None if D is None else torch.zeros_like(D)
+    dA, dD = CompensatedSum(A), None if D is None else CompensatedSum(D)
     carry = dfinal_state
     for s in reversed(segments(seqlen, undivided=windowed)):
         state = state_before(checkpoints, s)
@@ -98,8 +98,9 @@ def selective_scan_backward(
         dC[:, s] = (dout.unsqueeze(-1) * h).sum(2)
         dd = (through_a * A).sum(-1) + u_s * into_b
         ddelta[:, s] = softplus_gradient(dd, delta[:, s], delta_bias) if delta_softplus else dd
-        dA += (through_a * d.unsqueeze(-1)).sum((0, 1))
+        dA.add((through_a * d.unsqueeze(-1)).sum((0, 1)))
         if dD is not None:
-            dD += (dout * u_s).sum((0, 1))
+            dD.add((dout * u_s).sum((0, 1)))
     dbias = None if delta_bias is None else ddelta.sum((0, 1))
-    return du, ddelta, dA, dB, dC, dD, None if z is None else dz, dbias, carry
+    sum_D = None if dD is None else dD.total
+    return du, ddelta, dA.total, dB, dC, sum_D, None if z is None else dz, dbias, carry

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels.recurrence import (
+    CompensatedSum,
     accumulated_adjoint,
     add_final,
     initial_cotangent,
@@ -71,7 +72,7 @@ def ssd_scan_backward(
     d, decay, B, C = _prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset)
     dx, dd, ddecay = torch.zeros_like(x), torch.zeros_like(d), torch.zeros_like(d)
     dB, dC = torch.zeros_like(B), torch.zeros_like(C)
-    dD = None if D is None else torch.zeros_like(D)
+    dD = None if D is None else CompensatedSum(D)
     carry = dfinal_state
     for s in reversed(segments(seqlen, undivided=windowed)):
         state = state_before(checkpoints, s)
@@ -89,12 +90,12 @@ def ssd_scan_backward(
         dB[:, s] = (mu * (d_s * x_s).unsqueeze(-1)).sum(3)
         dC[:, s] = (dout.unsqueeze(-1) * h).sum(3)
         if dD is not None:
-            dD += (dout * x_s).sum((0, 1, 3))
+            dD.add((dout * x_s).sum((0, 1, 3)))
     ddt, dA = ssd_step_gradients(dd, ddecay * decay, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dB = dB.unflatten(2, (groups, -1)).sum(3)
     dC = dC.unflatten(2, (groups, -1)).sum(3)
-    return dx, ddt, dA, dB, dC, dD, dbias, carry
+    return dx, ddt, dA, dB, dC, None if dD is None else dD.total, dbias, carry
 
 
 def ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus):
