@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from adjoint.engine.tile import Gradients
 from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -18,7 +20,7 @@ from tests.model_helpers import relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Operation = Callable[..., Tensor]
+Operation = Callable[..., Any]
 LARGE = 2.0**24  # the first float32 to which adding 1 changes nothing
 
 
@@ -100,6 +102,69 @@ def test_many_small_summands_beside_a_large_one(
     assert (got - expected).abs().max() < 0.5 * (expected.max() % (2 * LARGE))
 
 
+def linear(a: Tensor, b: Tensor, state: Tensor, backend: str) -> tuple[Tensor, ...]:
+    return (linear_scan(a, b, state, backend=backend),)
+
+
+def results(f: Operation, inputs: list[Tensor], backend: str) -> list[Tensor]:
+    """Outputs, and gradients of the inputs."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    outputs = f(*leaves, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, cotangents)]
+
+
+def assert_same_digits(f: Operation, inputs: list[Tensor], backend: str, rtol: float) -> None:
+    """Raise AssertionError unless results in float32 are those in float64."""
+    expected = results(f, [t.double() for t in inputs], backend)
+    for a, b in zip(results(f, inputs, backend), expected, strict=True):
+        assert relative(a, b) < rtol
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rate", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("d_state", [3, 16])
+def test_decays_near_1_over_many_tokens(d_state: int, rate: float, backend: str) -> None:
+    """The exponential of a small rate rounds the same way at every token, by 3e-8."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen = 2, 8195
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    def ssd_scan_of(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor, backend: str) -> Any:
+        return ssd_scan(x, dt, A, B, C, initial_state=h, backend=backend)
+
+    def selective_scan_of(
+        u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor, backend: str
+    ) -> Any:
+        return selective_scan(u, dt, A, B, C, initial_state=h, backend=backend)
+
+    A = -torch.tensor([1.0, 2.0, 1e4])
+    inputs = [normal(seqlen, 3, 8), torch.full((batch, seqlen, 3), rate), A]
+    inputs += [normal(seqlen, 1, d_state), normal(seqlen, 1, d_state), normal(3, 8, d_state)]
+    assert_same_digits(ssd_scan_of, inputs, backend, 1e-5)
+    states = A[:, None] * torch.linspace(1, 2, d_state)
+    inputs = [normal(seqlen, 3), torch.full((batch, seqlen, 3), rate), states]
+    inputs += [normal(seqlen, d_state), normal(seqlen, d_state), normal(3, d_state)]
+    assert_same_digits(selective_scan_of, inputs, backend, 1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decays", [1, 5])
+def test_a_linear_scan_with_decays_near_1(decays: int, backend: str) -> None:
+    """Beside those that are not; what a token takes from the state is as small as its last digit."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen = 2, 32_771
+    rates = torch.tensor([1e-7, 0.0, 1e-4, 0.3, 1.0])[:decays]
+    b = torch.randn(batch, seqlen, 5, generator=generator)
+    inputs = [(1 - rates).expand(batch, seqlen, decays), b, 100 * b[:, 0]]
+    assert_same_digits(linear, inputs, backend, 1e-5)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
 def test_vectors_summed_over_many_chunks() -> None:
     """Chunks' gradients as one, one by one or with others of their kind; the first may be the largest."""
@@ -131,6 +196,14 @@ def test_under_the_interpreter() -> None:
     """Triton's kernels on the CPU."""
     pytest.importorskip("triton")
     said = run_interpreted(
-        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "triton and (rms_norm or selective)"
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "triton and (rms_norm or selective)",
     )
     assert " passed" in said

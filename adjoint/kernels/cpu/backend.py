@@ -286,6 +286,14 @@ def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
     return is_large and 2 * headdim >= _lanes(x.dtype)
 
 
+def _decays(exponent: Tensor, reset: Tensor | None) -> Tensor:
+    """Return exp(exponent), 0 at `reset`, and what rounding has taken from it if it is at least 1/2; in all
+    (batch, seqlen, 2 nheads)."""
+    decay = torch.exp(exponent)
+    rest = torch.expm1(exponent).sub_(decay - 1)
+    return torch.cat([zero_where(decay, reset), rest], dim=-1)
+
+
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -309,7 +317,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 0)
     else:
-        args.set_rows(decay=zero_where(torch.exp(d * A), reset))
+        args.set_rows(decay=_decays(d * A, reset))
         _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
     return y, final_state, checkpoints
 
@@ -352,11 +360,11 @@ def ssd_scan_backward(
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
-        decay = zero_where(torch.exp(d * A), reset)
+        decay = _decays(d * A, reset)
         args.set_rows(decay=decay)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
-        dexponent *= decay
+        dexponent *= decay[..., :nheads]
     ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)

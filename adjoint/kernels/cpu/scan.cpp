@@ -135,16 +135,39 @@ template <class T, bool SSD> struct Scan {
   ALWAYS_INLINE void prefetch_written(int64_t b, int64_t t, const Block& k, const R&... written) const {
     if (!SSD) ((written.data ? __builtin_prefetch(row<T>(written, b, t) + k.channel, 1, 2) : void()), ...);
   }
-  // What the states' recurrence needs of token t; leaves y = D u.
-  ALWAYS_INLINE void prepare(int64_t b, int64_t t, const Block& k, Token& x) const {
+  // What the states' recurrence needs of token t; leaves y = D u. left: what rounding has taken from Mamba-2's decays of
+  // the block so far; near 1 they would else all round the same way.
+  ALWAYS_INLINE void prepare(int64_t b, int64_t t, const Block& k, T& left, Token& x) const {
     const Vt bias = channels(s.delta_bias, 0, k), D = channels(s.D, 0, k), u = channels(s.u, b, t, k);
     step_size(b, t, k, bias, x.delta, x.slope);
     x.du = x.delta * u, x.y = D * u;
-    x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
+    const T decay = head_decay(b, t, k);
+    x.decay = decay, x.dropped = dropped(b, t, decay);
+    if (SSD && decay > T(0.5)) {
+      left += row<T>(s.decay, b, t)[s.nheads + k.head];
+      x.decay = decay + left;
+      left -= x.decay - decay;
+    }
+  }
+  typedef std::bool_constant<!SSD> Near1;  // `prepare` rounds those of Mamba-2
+  typedef std::false_type Any;
+  // Whether a decay of Mamba-1 is so near 1 that the rounding of tokens' decays, the same for each, would be seen.
+  static ALWAYS_INLINE void take_least(bool is_first, Vt delta, Vt& least) {
+    if (!SSD) least = is_first ? delta : delta < least ? delta : least;
+  }
+  // least: of a segment's step sizes.
+  template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt least, const Vt* A2) const {
+    if (SSD) return false;
+    Vt nearest = A2[0];
+    for (int n = 1; n < NS; n++) nearest = A2[n] > nearest ? A2[n] : nearest;
+    VI<T> lane;
+    for (int l = 0; l < L; l++) lane[l] = l;
+    const Vt exponents = lane < typename Bits<T>::Int(k.width) ? least * nearest : splat<T>(-1);
+    return lane_sum(exponents > T(-1.0 / 512) ? splat<T>(1) : Vt{}) > 0;
   }
   // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
-  // each token's decays and states.
-  template <int NS, bool KEEPS, bool ADDS_Y>
+  // each token's decays and states. NEAR_1: decays in two parts, both of which are left.
+  template <int NS, bool KEEPS, bool ADDS_Y, bool NEAR_1>
   NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
                                Vt* state, Vt* kept) const {
     const int64_t begin = segment * K, end = segment_end(segment);
@@ -158,14 +181,18 @@ template <class T, bool SSD> struct Scan {
       Vt y = ADDS_Y ? x->y : Vt{};
 #pragma GCC unroll 8
       for (int n = 0; n < NS; n++) {
-        const Vt decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
-        now[n] = decay * now[n] + du * B[n];
+        Vt decay, rest{};
+        if (NEAR_1) exp2_parts(delta * rate[n], decay, rest);
+        else decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
+        const Vt input = NEAR_1 ? rest * now[n] + du * B[n] : du * B[n];
+        now[n] = decay * now[n] + input;
         if (ADDS_Y) y += now[n] * C[n];
         if (KEEPS && !SSD) kept[NS + n] = decay;
-        if (KEEPS) kept[2 * NS + n] = now[n];
+        if (KEEPS && NEAR_1) kept[2 * NS + n] = rest;
+        if (KEEPS) kept[(2 + NEAR_1) * NS + n] = now[n];
       }
       if (ADDS_Y) x->y = y;
-      if (KEEPS) kept += 2 * NS;
+      if (KEEPS) kept += (2 + NEAR_1) * NS;
     }
     if (!KEEPS) for (int n = 0; n < NS; n++) state[n] = now[n];
   }
@@ -174,37 +201,46 @@ template <class T, bool SSD> struct Scan {
   void forward(int64_t thread) const {
     std::vector<Vt> state(blocks * N), A2(blocks * N);
     std::vector<Token> tokens(BATCH * K);
+    std::vector<T> left(blocks);
     each_row(thread, [&](int64_t b, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
         if (!SSD) gather(s.A, &A2[i * N], 0, k, T(LOG2E));
         if (s.initial_state) gather(s.initial_state, &state[i * N], b, k, T(1));
         else for (int64_t n = 0; n < N; n++) state[i * N + n] = Vt{};
+        left[i] = 0;
       }
       for (int64_t segment = 0; segment < segments; segment++)
         each_batch(first, last, [&](int64_t i0, int64_t stop) {
           for (int64_t i = i0; s.checkpoints && i < stop; i++)
             std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
           const Distance next = to_next(i0, stop, first, last, K);
-          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), tokens.data());
+          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), tokens.data(), left.data());
         });
       if (s.final_state)
         for (int64_t i = first; i < last; i++) scatter(s.final_state, &state[i * N], b, block[i]);
     });
   }
   void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, const Vt* A2, Vt* state,
-                       Token* tokens) const {
+                       Token* tokens, T* left) const {
     const int64_t begin = segment * K, end = segment_end(segment);
+    Vt least[BATCH];
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
-        prepare(b, t, block[i], tokens[(i - first) * K + t - begin]);
+        Token& x = tokens[(i - first) * K + t - begin];
+        prepare(b, t, block[i], left[i], x);
+        take_least(t == begin, x.delta, least[i - first]);
         prefetch_next(b, t, block[i], next, s.u, s.delta, s.z);
         prefetch_written(b, t, block[i], s.y);
       }
     for (int64_t i = first; i < last; i++)
       each_states([&](int64_t n, auto count) {
-        run_states<count.value, false, true>(b, segment, block[i], n, tokens + (i - first) * K, A2 + i * N + n,
-                                             state + i * N + n, nullptr);
+        const auto run = [&](auto near) {
+          run_states<count.value, false, true, near.value>(b, segment, block[i], n, tokens + (i - first) * K,
+                                                           A2 + i * N + n, state + i * N + n, nullptr);
+        };
+        if (has_decays_near_1<count.value>(block[i], least[i - first], A2 + i * N + n)) run(Near1());
+        else run(Any());
       });
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
@@ -224,7 +260,7 @@ template <class T, bool SSD> struct Scan {
   // correction). And whether a document has begun, which ends the block's sums.
   struct Since { Vt total, low; bool cut; };
   struct Work {  // one thread's scratch
-    std::vector<Vt> kept;          // (STATES), then (interval, decays and states, STATES)
+    std::vector<Vt> kept;          // (STATES), then (interval, decays, perhaps their rests, and states, STATES)
     std::vector<Vt> P;             // (interval, STATES)
     std::vector<Vt> dB_dC;         // (d_state / STATES, interval, dB and dC, STATES): sums over the channels
     std::vector<Vt> A2, R, S;      // (blocks, d_state); R and S carry over from segment to segment
@@ -234,6 +270,7 @@ template <class T, bool SSD> struct Scan {
     std::vector<Vt> prefix;        // (segments, blocks, d_state): P before the segment's first need
     std::vector<Since> since;      // (segments, blocks)
     std::vector<Token> tokens;     // (BATCH, interval)
+    std::vector<T> left;           // (blocks)
     struct Ahead { Vt since, dy; bool joins; };  // of the token W - 1 later; joins: P sums it
     std::vector<Ahead> ahead;      // (BATCH, interval)
   };
@@ -299,9 +336,10 @@ template <class T, bool SSD> struct Scan {
   void backward(int64_t thread) const {
     const bool windowed = s.window > 0, joined = s.window > 1;
     Work w;
-    w.kept.resize((2 * K + 1) * STATES);
+    w.kept.resize((3 * K + 1) * STATES);
     w.dB_dC.resize(2 * K * N);
     w.tokens.resize(BATCH * K);
+    w.left.resize(blocks);
     for (auto* x : {&w.A2, &w.R, &w.S, &w.dfinal}) x->resize(blocks * N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
     w.sums.resize(blocks * (N + 2) * L);
@@ -316,6 +354,7 @@ template <class T, bool SSD> struct Scan {
         for (auto* x : {&w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
         if (s.dfinal_state) gather(s.dfinal_state, windowed ? &w.dfinal[i * N] : &w.R[i * N], b, k, T(1));
         std::fill_n(&w.sums[i * (N + 2) * L], (N + 2) * L, 0.0);
+        w.left[i] = 0;
         if (joined) save_prefixes(b, k, w);
       }
       for (int64_t segment = segments - 1; segment >= 0; segment--)
@@ -351,12 +390,14 @@ template <class T, bool SSD> struct Scan {
   template <bool WINDOWED>
   void backward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment), ahead = s.window - 1;
+    Vt least[BATCH];
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
         const int64_t q = (i - first) * K + t - begin;
         Token& x = w.tokens[q];
-        prepare(b, t, k, x);
+        prepare(b, t, k, w.left[i], x);
+        take_least(t == begin, x.delta, least[i - first]);
         prefetch_next(b, t, k, next, s.u, s.delta, s.z, s.dy);
         prefetch_written(b, t, k, s.du, s.ddelta, s.dz);
         x.from_B = x.from_a = Vt{};
@@ -374,11 +415,15 @@ template <class T, bool SSD> struct Scan {
         Token* x = &w.tokens[(i - first) * K];
         const Vt* A2 = &w.A2[i * N + n];
         Vt *state = checkpoint(b, segment, i) + n, *kept = w.kept.data();
-        // only the gate's gradient needs y again
-        if (s.z.data) run_states<NS, true, true>(b, segment, k, n, x, A2, state, kept);
-        else run_states<NS, true, false>(b, segment, k, n, x, A2, state, kept);
-        if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
-        sweep<NS, WINDOWED>(b, segment, k, n, x, w);
+        const auto run = [&](auto near) {
+          // only the gate's gradient needs y again
+          if (s.z.data) run_states<NS, true, true, near.value>(b, segment, k, n, x, A2, state, kept);
+          else run_states<NS, true, false, near.value>(b, segment, k, n, x, A2, state, kept);
+          if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
+          sweep<NS, WINDOWED, near.value>(b, segment, k, n, x, w);
+        };
+        if (!WINDOWED && has_decays_near_1<NS>(k, least[i - first], A2)) run(std::bool_constant<!WINDOWED && Near1::value>());
+        else run(Any());
       }
     });
     for (int64_t i = first; i < last; i++) w.dD[i] = w.dbias[i] = Vt{};
@@ -406,12 +451,13 @@ template <class T, bool SSD> struct Scan {
     }
   }
   // The adjoint of NS states through a segment, in reverse
-  template <int NS, bool WINDOWED>
+  template <int NS, bool WINDOWED, bool NEAR_1>
   NEVER_INLINE void sweep(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment), W = s.window, owned = s.seqlen - s.halo;
     const int64_t at = k.index * N + n0, B_stride = s.B.time_stride, C_stride = s.C.time_stride;
     const T *B = states(s.B, b, end - 1, k) + n0, *C = states(s.C, b, end - 1, k) + n0;
-    const Vt *kept = w.kept.data() + 2 * (end - begin) * NS, *P = w.P.data() + (end - begin) * NS;
+    constexpr int KEPT = (2 + NEAR_1) * NS;
+    const Vt *kept = w.kept.data() + (end - begin) * KEPT, *P = w.P.data() + (end - begin) * NS;
     const Vt* dfinal = &w.dfinal[at];
     Vt* dB_dC = w.dB_dC.data() + 2 * (n0 * K + (end - begin) * NS);
     Vt R[NS], S[NS], rate[NS], dA[NS];
@@ -419,7 +465,7 @@ template <class T, bool SSD> struct Scan {
     x += end - begin;
     const auto token = [&](int64_t t, auto owns, auto drops) ALWAYS_INLINE_LAMBDA {
       const Vt delta = x->delta, dy = x->dy, du = x->du;
-      const Vt *h = kept, *decays = kept - NS, *h0 = kept - 2 * NS;
+      const Vt *h = kept, *h0 = kept - KEPT, *decays = h0 + NS, *rests = decays + NS;  // rests: NEAR_1
       const bool closes = WINDOWED && (t % W == W - 1 || t == s.seqlen - 1);  // last token of its block
       const bool opens = WINDOWED && t % W == 0;                              // first token of its block
       const bool joined = WINDOWED && !opens && (t / W + 1) * W < s.seqlen;   // the window reaches the next block
@@ -430,7 +476,7 @@ template <class T, bool SSD> struct Scan {
         Vt mu = dy * C[n];
         if (WINDOWED && t == s.seqlen - 1) mu += dfinal[n];
         if (!(WINDOWED && closes)) mu += R[n];
-        R[n] = decay * mu;
+        R[n] = NEAR_1 && !drops ? rests[n] * mu + decay * mu : decay * mu;
         Vt pulled = R[n];
         if (WINDOWED) {
           if (joined) mu += times(S[n], P[n]), pulled = decay * mu;
@@ -452,7 +498,7 @@ template <class T, bool SSD> struct Scan {
     };
     typedef std::true_type Yes;
     typedef std::false_type No;
-    for (int64_t t = end - 1; t >= begin; t--, kept -= 2 * NS, B -= B_stride, C -= C_stride) {
+    for (int64_t t = end - 1; t >= begin; t--, kept -= KEPT, B -= B_stride, C -= C_stride) {
       x--, P -= NS, dB_dC -= 2 * NS;
       if (t >= owned) x->dropped ? token(t, No(), Yes()) : token(t, No(), No());
       else x->dropped ? token(t, Yes(), Yes()) : token(t, Yes(), No());

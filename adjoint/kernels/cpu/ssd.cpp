@@ -73,8 +73,8 @@ template <class T> struct Ssd {
   // Sums of the exponents and their exponentials. Float32 sums have a second number for what rounding leaves.
   struct Decays {
     alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL], delta[QL];
-    T whole;
-    double exponent;  // of `whole`, to base 2
+    T whole, less_one;  // of the block, and that less 1 where it is near 1; 0 elsewhere
+    double exponent;    // of `whole`, to base 2
   };
   struct Buffer {
     std::vector<Vt> memory;
@@ -238,6 +238,7 @@ template <class T> struct Ssd {
       *(Vt*)(d.to_end + t) = exp2v<T>((last - high) + (rest - low));
     }
     d.whole = d.from_start[k.size - 1];
+    d.less_one = d.whole > T(0.5) ? T(std::expm1(total / LOG2E)) : 0;
   }
   // exp(s_i - s_j) for the tokens j of a vector; 0 for those after i
   ALWAYS_INLINE Vt between_tokens(const Decays& d, int64_t i, int64_t v) const {
@@ -283,16 +284,20 @@ template <class T> struct Ssd {
       }
   }
 
-  // H' = factor H + (rows of B or C)^T (rows of X or dy), both scaled already; H may be zero.
-  void next_state(const Block& k, T factor, const T* weights, const T* rows, T* state) const {
+  // H' = factor H + (rows of B or C)^T (rows of X or dy), both scaled already; H may be zero. With `less_one`, factor - 1:
+  // H is added last, as its factor would round the same way at each block.
+  void next_state(const Block& k, T factor, T less_one, const T* weights, const T* rows, T* state) const {
+    const T first = less_one == 0 ? factor : less_one;
     in_tiles<T>(N, PV, [&](auto& sum, int64_t n, int64_t v) __attribute__((always_inline)) {
       for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
         for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++)
-          sum[i][u] = factor == 0 ? Vt{} : factor * *(Vt*)(state + ((v + u) * N + n + i) * L);
+          sum[i][u] = first == 0 ? Vt{} : first * *(Vt*)(state + ((v + u) * N + n + i) * L);
       add_product<T>(sum, k.size, {weights + n, 1, NL}, {rows + v * L, PL, L});
       for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
-        for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++)
-          *(Vt*)(state + ((v + u) * N + n + i) * L) = sum[i][u];
+        for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++) {
+          Vt& to = *(Vt*)(state + ((v + u) * N + n + i) * L);
+          to = less_one == 0 ? sum[i][u] : to + sum[i][u];
+        }
     });
   }
   void scale_rows(const Block& k, const T* rows, const T* factors, T* to) const {
@@ -301,7 +306,7 @@ template <class T> struct Ssd {
   }
   void advance(const Block& k, Work& w, T* state) const {
     scale_rows(k, w.X, w.decays.to_end, w.scaled);
-    next_state(k, k.is_first ? T(0) : w.decays.whole, w.B, w.scaled, state);
+    next_state(k, k.is_first ? T(0) : w.decays.whole, k.is_first ? T(0) : w.decays.less_one, w.B, w.scaled, state);
   }
 
   // ------------------------------------------------------------------------------------------- forward
@@ -557,7 +562,7 @@ template <class T> struct Ssd {
       return;
     }
     scale_rows(k, w.dy, w.decays.from_start, w.scaled);
-    next_state(k, goes_on ? w.decays.whole : T(0), w.C, w.scaled, state);
+    next_state(k, goes_on ? w.decays.whole : T(0), goes_on ? w.decays.less_one : T(0), w.C, w.scaled, state);
     goes_on = true;
   }
   template <int R, int W> ALWAYS_INLINE void add_rows(const Vt (&sum)[R][W], T* to) const {
@@ -683,7 +688,7 @@ template <class T> struct Ssd {
     copy_rows(s.C, rows, group * N, N, w.C_ahead, NL);
     for (int64_t h = 0; h < last - first; h++) {
       read_ahead(rows, first + h, is_first, prefixes.exponent(h, block), w);
-      next_state(rows, T(!is_first), w.C_ahead, w.dy_ahead, prefixes.at(h, block, state_size()));
+      next_state(rows, T(!is_first), T(0), w.C_ahead, w.dy_ahead, prefixes.at(h, block, state_size()));
     }
   }
   // P of the initial state, which is behind a token -1, and P before each segment's first rows ahead.

@@ -33,7 +33,7 @@ def selective_scan_forward(
     checkpoints, outputs = [], []
     for s in segments(seqlen):
         checkpoints.append(state)
-        _, h, _ = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
+        _, _, h, _ = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
         state = h[:, -1]
         y = (h * C[:, s].unsqueeze(2)).sum(-1)
         if D is not None:
@@ -45,9 +45,10 @@ def selective_scan_forward(
 def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state):
     d = step_size(delta[:, s], delta_bias, delta_softplus)
     cut = None if reset is None else reset[:, s]
-    a = zero_where(torch.exp(d.unsqueeze(-1) * A), cut)
-    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state, cut)
-    return a, h, d
+    exponent = d.unsqueeze(-1) * A
+    a = zero_where(torch.exp(exponent), cut)
+    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state, cut, exponent)
+    return exponent, a, h, d
 
 
 def selective_scan_backward(
@@ -79,7 +80,7 @@ def selective_scan_backward(
     carry = dfinal_state
     for s in reversed(segments(seqlen, undivided=windowed)):
         state = state_before(checkpoints, s)
-        a, h, d = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
+        exponent, a, h, d = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
         u_s, B_s, C_s, dout = u[:, s], B[:, s].unsqueeze(2), C[:, s].unsqueeze(2), dy[:, s]
         if z is not None:
             y = (h * C_s).sum(-1) + (0 if D is None else D * u_s)
@@ -88,7 +89,7 @@ def selective_scan_backward(
             dout = dout * z[:, s] * sig
         g = add_final(dout.unsqueeze(-1) * C_s, carry)
         cut = None if reset is None else reset[:, s]
-        mu = accumulated_adjoint(g, a, window, cut)
+        mu = accumulated_adjoint(g, a, window, cut, exponent)
         carry = initial_cotangent(g, a, window, mu, cut)
         mu, dout = without_halo(mu, halo), without_halo(dout, halo)
         through_a = zero_where(mu * a * previous_states(h, state), cut)

@@ -24,9 +24,10 @@ def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
     return x.shape[0], len(segments(x.shape[1])), *x.shape[2:], B.shape[-1]
 
 
-def _states(x, d, decay, B, reset, s, state):
+def _states(x, d, A, decay, B, reset, s, state):
     inputs = (d[:, s].unsqueeze(-1) * x[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(3)
-    return recurrence(decay[:, s, :, None, None], inputs, state, None if reset is None else reset[:, s])
+    exponent, cut = (d[:, s] * A)[..., None, None], None if reset is None else reset[:, s]
+    return recurrence(decay[:, s, :, None, None], inputs, state, cut, exponent)
 
 
 def _prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset):
@@ -43,7 +44,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     checkpoints, outputs = [], []
     for s in segments(seqlen):
         checkpoints.append(state)
-        h = _states(x, d, decay, B, reset, s, state)
+        h = _states(x, d, A, decay, B, reset, s, state)
         state = h[:, -1]
         y = (h * C[:, s].unsqueeze(3)).sum(-1)
         outputs.append(y if D is None else y + D.unsqueeze(-1) * x[:, s])
@@ -76,11 +77,11 @@ def ssd_scan_backward(
     carry = dfinal_state
     for s in reversed(segments(seqlen, undivided=windowed)):
         state = state_before(checkpoints, s)
-        h = _states(x, d, decay, B, reset, s, state)
+        h = _states(x, d, A, decay, B, reset, s, state)
         a, x_s, d_s, dout = decay[:, s, :, None, None], x[:, s], d[:, s].unsqueeze(-1), dy[:, s]
         g = add_final(dout.unsqueeze(-1) * C[:, s].unsqueeze(3), carry)
         cut = None if reset is None else reset[:, s]
-        mu = accumulated_adjoint(g, a, window, cut)
+        mu = accumulated_adjoint(g, a, window, cut, (d[:, s] * A)[..., None, None])
         carry = initial_cotangent(g, a, window, mu, cut)
         mu, dout = without_halo(mu, halo), without_halo(dout, halo)
         into_b = (mu * B[:, s].unsqueeze(3)).sum(-1)
