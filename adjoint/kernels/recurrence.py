@@ -30,6 +30,9 @@ def recurrence(
             the digits of their distance from 1; the exponential of a sum does not.
     """
     seqlen = b.shape[1]
+    if seqlen <= STRETCH and exponent is not None and initial is not None:
+        through = exponent.cumsum(1).exp() * initial.unsqueeze(1)
+        return recurrence(a, b, cut=cut) + zero_where(through, None if cut is None else _so_far(cut))
     if seqlen <= STRETCH:
         states, h = [], initial
         for t, (a_t, b_t) in enumerate(zip(a.unbind(1), b.unbind(1), strict=True)):
@@ -88,21 +91,25 @@ def accumulated_adjoint(
     window: int | None = None,
     cut: Tensor | None = None,
     exponent: Tensor | None = None,
+    final: Tensor | None = None,
 ) -> Tensor:
     """mu_t = sum over s in [t, t + window) of a_{t+1} … a_s g_s (the sum runs to the end if window is None).
 
-    g (batch, seqlen, …); a broadcasts against g; cut and exponent as `recurrence`'s. With a window: blocks
-    of `window` tokens, a suffix scan inside each block, a prefix scan in the next one, and the two joined — linear in
-    seqlen for every window.
+    g (batch, seqlen, …); a broadcasts against g; cut and exponent as `recurrence`'s; final is added to the
+    last token's g. With a window: blocks of `window` tokens, a suffix scan inside each block, a prefix scan
+    in the next one, and the two joined — linear in seqlen for every window.
     """
     seqlen = g.shape[1]
     if window is None or window >= seqlen:
         cuts = None if cut is None else _next(cut).flip(1)
-        exponents = None
+        exponents, following = None, _next(a)
         if exponent is not None:
-            none_follows = torch.full_like(exponent[:, :1], -torch.inf)
-            exponents = torch.cat([exponent[:, 1:], none_follows], dim=1).flip(1)
-        return recurrence(_next(a).flip(1), g.flip(1), None, cuts, exponents).flip(1)
+            last = torch.full_like(exponent[:, :1], -torch.inf if final is None else 0.0)
+            exponents = torch.cat([exponent[:, 1:], last], dim=1).flip(1)
+        if final is not None:
+            following[:, -1] = 1
+        return recurrence(following.flip(1), g.flip(1), final, cuts, exponents).flip(1)
+    g = add_final(g, final)
     if window == 1:
         return g
     following = _next(a)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjoint.engine.tile import Gradients
 from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
@@ -163,6 +164,32 @@ def test_a_linear_scan_with_decays_near_1(decays: int, backend: str) -> None:
     b = torch.randn(batch, seqlen, 5, generator=generator)
     inputs = [(1 - rates).expand(batch, seqlen, decays), b, 100 * b[:, 0]]
     assert_same_digits(linear, inputs, backend, 1e-5)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, backend: str
+) -> tuple[Tensor, ...]:
+    return gated_delta_rule(q, k, v, g, beta, initial_state=h, backend=backend)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no change in Triton's kernels")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strong", [-200.0, -1e4, -1e6])
+def test_a_delta_rule_with_a_strong_decay(strong: float, backend: str) -> None:
+    """In a block, a decay leaves those of the tokens after it their digits."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen, heads = 2, 195, 3
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(normal(seqlen, heads, 16), dim=-1) for _ in range(2))
+    g = -torch.nn.functional.softplus(normal(seqlen, heads) - 3)
+    g[0, 5::50] = strong
+    g[1] *= 16
+    beta = torch.sigmoid(normal(seqlen, heads))
+    inputs = [q, k, normal(seqlen, heads, 24), g, beta, normal(heads, 16, 24)]
+    assert_same_digits(delta_rule, inputs, backend, 2e-6)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")

@@ -52,7 +52,7 @@ class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
         *((name, _I64) for name in ("interval", "threads", "partials", "softplus", "window", "halo")),
-        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "y")),
+        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "less_one", "y")),
         *(
             (name, _PTR)
             for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")
@@ -286,14 +286,6 @@ def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
     return is_large and 2 * headdim >= _lanes(x.dtype)
 
 
-def _decays(exponent: Tensor, reset: Tensor | None) -> Tensor:
-    """Return exp(exponent), 0 at `reset`, and what rounding has taken from it if it is at least 1/2; in all
-    (batch, seqlen, 2 nheads)."""
-    decay = torch.exp(exponent)
-    rest = torch.expm1(exponent).sub_(decay - 1)
-    return torch.cat([zero_where(decay, reset), rest], dim=-1)
-
-
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -317,7 +309,8 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 0)
     else:
-        args.set_rows(decay=_decays(d * A, reset))
+        exponent = d * A
+        args.set_rows(decay=zero_where(torch.exp(exponent), reset), less_one=torch.expm1(exponent))
         _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
     return y, final_state, checkpoints
 
@@ -360,11 +353,12 @@ def ssd_scan_backward(
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
-        decay = _decays(d * A, reset)
-        args.set_rows(decay=decay)
+        exponent = d * A
+        decay = zero_where(torch.exp(exponent), reset)
+        args.set_rows(decay=decay, less_one=torch.expm1(exponent))
         _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
-        dexponent *= decay[..., :nheads]
+        dexponent *= decay
     ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)

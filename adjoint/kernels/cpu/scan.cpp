@@ -144,26 +144,26 @@ template <class T, bool SSD> struct Scan {
     const T decay = head_decay(b, t, k);
     x.decay = decay, x.dropped = dropped(b, t, decay);
     if (SSD && decay > T(0.5)) {
-      left += row<T>(s.decay, b, t)[s.nheads + k.head];
+      left += row<T>(s.less_one, b, t)[k.head] - (decay - 1);
       x.decay = decay + left;
       left -= x.decay - decay;
     }
   }
   typedef std::bool_constant<!SSD> Near1;  // `prepare` rounds those of Mamba-2
   typedef std::false_type Any;
-  // Whether a decay of Mamba-1 is so near 1 that the rounding of tokens' decays, the same for each, would be seen.
-  static ALWAYS_INLINE void take_least(bool is_first, Vt delta, Vt& least) {
-    if (!SSD) least = is_first ? delta : delta < least ? delta : least;
+  static ALWAYS_INLINE Vt typical_step(const Token* x, int64_t tokens) {  // of all, four are enough
+    return SSD ? Vt{} : (x[0].delta + x[tokens / 4].delta + (x[tokens / 2].delta + x[tokens * 3 / 4].delta)) * T(0.25);
   }
-  // least: of a segment's step sizes.
-  template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt least, const Vt* A2) const {
+  // Whether a decay of Mamba-1 is so near 1 that the rounding of tokens' decays, the same for each, would be seen.
+  // step: a typical step size of the segment.
+  template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt step, const Vt* A2) const {
     if (SSD) return false;
     Vt nearest = A2[0];
     for (int n = 1; n < NS; n++) nearest = A2[n] > nearest ? A2[n] : nearest;
     VI<T> lane;
     for (int l = 0; l < L; l++) lane[l] = l;
-    const Vt exponents = lane < typename Bits<T>::Int(k.width) ? least * nearest : splat<T>(-1);
-    return lane_sum(exponents > T(-1.0 / 512) ? splat<T>(1) : Vt{}) > 0;
+    const Vt exponents = lane < typename Bits<T>::Int(k.width) ? step * nearest : splat<T>(-1);
+    return lane_sum(exponents > T(-1.0 / 256) ? splat<T>(1) : Vt{}) > 0;
   }
   // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
   // each token's decays and states. NEAR_1: decays in two parts, both of which are left.
@@ -181,11 +181,19 @@ template <class T, bool SSD> struct Scan {
       Vt y = ADDS_Y ? x->y : Vt{};
 #pragma GCC unroll 8
       for (int n = 0; n < NS; n++) {
-        Vt decay, rest{};
-        if (NEAR_1) exp2_parts(delta * rate[n], decay, rest);
-        else decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
-        const Vt input = NEAR_1 ? rest * now[n] + du * B[n] : du * B[n];
-        now[n] = decay * now[n] + input;
+        Vt decay, rest;
+        if (NEAR_1) {
+          exp2_parts(delta * rate[n], decay, rest);
+          now[n] = decay * now[n] + (rest * now[n] + du * B[n]);
+        } else {
+          decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
+          if constexpr (SSD) {
+            const Vt input = du * B[n];
+            now[n] = decay * now[n] + input;
+          } else {
+            now[n] = decay * now[n] + du * B[n];
+          }
+        }
         if (ADDS_Y) y += now[n] * C[n];
         if (KEEPS && !SSD) kept[NS + n] = decay;
         if (KEEPS && NEAR_1) kept[2 * NS + n] = rest;
@@ -224,24 +232,23 @@ template <class T, bool SSD> struct Scan {
   void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, const Vt* A2, Vt* state,
                        Token* tokens, T* left) const {
     const int64_t begin = segment * K, end = segment_end(segment);
-    Vt least[BATCH];
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
-        Token& x = tokens[(i - first) * K + t - begin];
-        prepare(b, t, block[i], left[i], x);
-        take_least(t == begin, x.delta, least[i - first]);
+        prepare(b, t, block[i], left[i], tokens[(i - first) * K + t - begin]);
         prefetch_next(b, t, block[i], next, s.u, s.delta, s.z);
         prefetch_written(b, t, block[i], s.y);
       }
-    for (int64_t i = first; i < last; i++)
+    for (int64_t i = first; i < last; i++) {
+      const Vt step = typical_step(tokens + (i - first) * K, end - begin);
       each_states([&](int64_t n, auto count) {
         const auto run = [&](auto near) {
           run_states<count.value, false, true, near.value>(b, segment, block[i], n, tokens + (i - first) * K,
                                                            A2 + i * N + n, state + i * N + n, nullptr);
         };
-        if (has_decays_near_1<count.value>(block[i], least[i - first], A2 + i * N + n)) run(Near1());
+        if (has_decays_near_1<count.value>(block[i], step, A2 + i * N + n)) run(Near1());
         else run(Any());
       });
+    }
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
@@ -390,14 +397,12 @@ template <class T, bool SSD> struct Scan {
   template <bool WINDOWED>
   void backward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment), ahead = s.window - 1;
-    Vt least[BATCH];
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
         const int64_t q = (i - first) * K + t - begin;
         Token& x = w.tokens[q];
         prepare(b, t, k, w.left[i], x);
-        take_least(t == begin, x.delta, least[i - first]);
         prefetch_next(b, t, k, next, s.u, s.delta, s.z, s.dy);
         prefetch_written(b, t, k, s.du, s.ddelta, s.dz);
         x.from_B = x.from_a = Vt{};
@@ -408,6 +413,8 @@ template <class T, bool SSD> struct Scan {
         const bool joins = advance(b, t + ahead, k, channels(s.delta_bias, 0, k), since);
         w.ahead[q] = {since.total, output_cotangent(b, t + ahead, k, gate), joins};
       }
+    Vt steps[BATCH];
+    for (int64_t i = first; i < last; i++) steps[i - first] = typical_step(&w.tokens[(i - first) * K], end - begin);
     each_states([&](int64_t n, auto count) {
       constexpr int NS = count.value;
       for (int64_t i = first; i < last; i++) {
@@ -422,7 +429,7 @@ template <class T, bool SSD> struct Scan {
           if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
           sweep<NS, WINDOWED, near.value>(b, segment, k, n, x, w);
         };
-        if (!WINDOWED && has_decays_near_1<NS>(k, least[i - first], A2)) run(std::bool_constant<!WINDOWED && Near1::value>());
+        if (!WINDOWED && has_decays_near_1<NS>(k, steps[i - first], A2)) run(std::bool_constant<!WINDOWED && Near1::value>());
         else run(Any());
       }
     });

@@ -87,10 +87,10 @@ def selective_scan_backward(
             sig = torch.sigmoid(z[:, s])
             dz[:, s] = without_halo(dout * y * sig * (1 + z[:, s] * (1 - sig)), halo)
             dout = dout * z[:, s] * sig
-        g = add_final(dout.unsqueeze(-1) * C_s, carry)
+        g = dout.unsqueeze(-1) * C_s
         cut = None if reset is None else reset[:, s]
-        mu = accumulated_adjoint(g, a, window, cut, exponent)
-        carry = initial_cotangent(g, a, window, mu, cut)
+        mu = accumulated_adjoint(g, a, window, cut, exponent, carry)
+        carry = initial_cotangent(add_final(g, carry), a, window, mu, cut)
         mu, dout = without_halo(mu, halo), without_halo(dout, halo)
         through_a = zero_where(mu * a * previous_states(h, state), cut)
         into_b = (mu * B_s).sum(-1)

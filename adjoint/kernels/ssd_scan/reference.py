@@ -79,10 +79,10 @@ def ssd_scan_backward(
         state = state_before(checkpoints, s)
         h = _states(x, d, A, decay, B, reset, s, state)
         a, x_s, d_s, dout = decay[:, s, :, None, None], x[:, s], d[:, s].unsqueeze(-1), dy[:, s]
-        g = add_final(dout.unsqueeze(-1) * C[:, s].unsqueeze(3), carry)
+        g = dout.unsqueeze(-1) * C[:, s].unsqueeze(3)
         cut = None if reset is None else reset[:, s]
-        mu = accumulated_adjoint(g, a, window, cut, (d[:, s] * A)[..., None, None])
-        carry = initial_cotangent(g, a, window, mu, cut)
+        mu = accumulated_adjoint(g, a, window, cut, (d[:, s] * A)[..., None, None], carry)
+        carry = initial_cotangent(add_final(g, carry), a, window, mu, cut)
         mu, dout = without_halo(mu, halo), without_halo(dout, halo)
         into_b = (mu * B[:, s].unsqueeze(3)).sum(-1)
         dx[:, s] = d_s * into_b + (0 if D is None else D.unsqueeze(-1) * dout)
