@@ -286,6 +286,14 @@ def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
     return is_large and 2 * headdim >= _lanes(x.dtype)
 
 
+def _set_decays(args: _ScanArgs, exponent: Tensor, reset: Tensor | None) -> Tensor:
+    """Set the decays of an SSD scan token by token; return them, which the scan changes by a last digit."""
+    decay = zero_where(torch.exp(exponent), reset)
+    less_one = torch.expm1(exponent) if exponent.shape[1] >= MIN_TOKENS_OF_BLOCK else None  # few round little
+    args.set_rows(decay=decay, less_one=less_one)
+    return decay
+
+
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -309,8 +317,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 0)
     else:
-        exponent = d * A
-        args.set_rows(decay=zero_where(torch.exp(exponent), reset), less_one=torch.expm1(exponent))
+        _set_decays(args, d * A, reset)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
     return y, final_state, checkpoints
 
@@ -353,9 +360,7 @@ def ssd_scan_backward(
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
-        exponent = d * A
-        decay = zero_where(torch.exp(exponent), reset)
-        args.set_rows(decay=decay, less_one=torch.expm1(exponent))
+        decay = _set_decays(args, d * A, reset)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
         dexponent *= decay

@@ -17,6 +17,8 @@
 // and a prefix scan (P) in the next one, joined as mu_t = R_t + S_t P_{t+W-1}. No subtraction, no division.
 #include "scan.h"
 
+#include <algorithm>
+
 namespace {
 
 constexpr int64_t BATCH = 8;  // their rows fit the second-level cache
@@ -135,21 +137,14 @@ template <class T, bool SSD> struct Scan {
   ALWAYS_INLINE void prefetch_written(int64_t b, int64_t t, const Block& k, const R&... written) const {
     if (!SSD) ((written.data ? __builtin_prefetch(row<T>(written, b, t) + k.channel, 1, 2) : void()), ...);
   }
-  // What the states' recurrence needs of token t; leaves y = D u. left: what rounding has taken from Mamba-2's decays of
-  // the block so far; near 1 they would else all round the same way.
-  ALWAYS_INLINE void prepare(int64_t b, int64_t t, const Block& k, T& left, Token& x) const {
+  // What the states' recurrence needs of token t; leaves y = D u.
+  ALWAYS_INLINE void prepare(int64_t b, int64_t t, const Block& k, Token& x) const {
     const Vt bias = channels(s.delta_bias, 0, k), D = channels(s.D, 0, k), u = channels(s.u, b, t, k);
     step_size(b, t, k, bias, x.delta, x.slope);
     x.du = x.delta * u, x.y = D * u;
-    const T decay = head_decay(b, t, k);
-    x.decay = decay, x.dropped = dropped(b, t, decay);
-    if (SSD && decay > T(0.5)) {
-      left += row<T>(s.less_one, b, t)[k.head] - (decay - 1);
-      x.decay = decay + left;
-      left -= x.decay - decay;
-    }
+    x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
   }
-  typedef std::bool_constant<!SSD> Near1;  // `prepare` rounds those of Mamba-2
+  typedef std::bool_constant<!SSD> Near1;  // those of Mamba-2 are `balanced`
   typedef std::false_type Any;
   static ALWAYS_INLINE Vt typical_step(const Token* x, int64_t tokens) {  // of all, four are enough
     return SSD ? Vt{} : (x[0].delta + x[tokens / 4].delta + (x[tokens / 2].delta + x[tokens * 3 / 4].delta)) * T(0.25);
@@ -209,32 +204,30 @@ template <class T, bool SSD> struct Scan {
   void forward(int64_t thread) const {
     std::vector<Vt> state(blocks * N), A2(blocks * N);
     std::vector<Token> tokens(BATCH * K);
-    std::vector<T> left(blocks);
     each_row(thread, [&](int64_t b, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
         if (!SSD) gather(s.A, &A2[i * N], 0, k, T(LOG2E));
         if (s.initial_state) gather(s.initial_state, &state[i * N], b, k, T(1));
         else for (int64_t n = 0; n < N; n++) state[i * N + n] = Vt{};
-        left[i] = 0;
       }
       for (int64_t segment = 0; segment < segments; segment++)
         each_batch(first, last, [&](int64_t i0, int64_t stop) {
           for (int64_t i = i0; s.checkpoints && i < stop; i++)
             std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
           const Distance next = to_next(i0, stop, first, last, K);
-          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), tokens.data(), left.data());
+          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), tokens.data());
         });
       if (s.final_state)
         for (int64_t i = first; i < last; i++) scatter(s.final_state, &state[i * N], b, block[i]);
     });
   }
   void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, const Vt* A2, Vt* state,
-                       Token* tokens, T* left) const {
+                       Token* tokens) const {
     const int64_t begin = segment * K, end = segment_end(segment);
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
-        prepare(b, t, block[i], left[i], tokens[(i - first) * K + t - begin]);
+        prepare(b, t, block[i], tokens[(i - first) * K + t - begin]);
         prefetch_next(b, t, block[i], next, s.u, s.delta, s.z);
         prefetch_written(b, t, block[i], s.y);
       }
@@ -277,7 +270,6 @@ template <class T, bool SSD> struct Scan {
     std::vector<Vt> prefix;        // (segments, blocks, d_state): P before the segment's first need
     std::vector<Since> since;      // (segments, blocks)
     std::vector<Token> tokens;     // (BATCH, interval)
-    std::vector<T> left;           // (blocks)
     struct Ahead { Vt since, dy; bool joins; };  // of the token W - 1 later; joins: P sums it
     std::vector<Ahead> ahead;      // (BATCH, interval)
   };
@@ -346,7 +338,6 @@ template <class T, bool SSD> struct Scan {
     w.kept.resize((3 * K + 1) * STATES);
     w.dB_dC.resize(2 * K * N);
     w.tokens.resize(BATCH * K);
-    w.left.resize(blocks);
     for (auto* x : {&w.A2, &w.R, &w.S, &w.dfinal}) x->resize(blocks * N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
     w.sums.resize(blocks * (N + 2) * L);
@@ -361,7 +352,6 @@ template <class T, bool SSD> struct Scan {
         for (auto* x : {&w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
         if (s.dfinal_state) gather(s.dfinal_state, windowed ? &w.dfinal[i * N] : &w.R[i * N], b, k, T(1));
         std::fill_n(&w.sums[i * (N + 2) * L], (N + 2) * L, 0.0);
-        w.left[i] = 0;
         if (joined) save_prefixes(b, k, w);
       }
       for (int64_t segment = segments - 1; segment >= 0; segment--)
@@ -402,7 +392,7 @@ template <class T, bool SSD> struct Scan {
         const Block& k = block[i];
         const int64_t q = (i - first) * K + t - begin;
         Token& x = w.tokens[q];
-        prepare(b, t, k, w.left[i], x);
+        prepare(b, t, k, x);
         prefetch_next(b, t, k, next, s.u, s.delta, s.z, s.dy);
         prefetch_written(b, t, k, s.du, s.ddelta, s.dz);
         x.from_B = x.from_a = Vt{};
@@ -549,11 +539,29 @@ template <class T, bool SSD> struct Scan {
   }
 };
 
+// Mamba-2's decays near 1, which may round the same way at each token: what rounding takes from one is added to the next.
+template <class T> void balance(const ScanArgs& s) {
+  std::vector<T> rest(s.nheads);
+  for (int64_t b = 0; b < s.batch; b++) {
+    std::fill(rest.begin(), rest.end(), T(0));
+    for (int64_t t = 0; t < s.seqlen; t++) {
+      T *decays = row<T>(s.decay, b, t), *to_next = rest.data();
+      const T* less_one = row<T>(s.less_one, b, t);
+      for (int64_t h = 0; h < s.nheads; h++) {
+        const T decay = decays[h], left = to_next[h] + (less_one[h] - (decay - 1)), balanced = decay + left;
+        const bool near_1 = decay > T(0.5);
+        to_next[h] = near_1 ? left - (balanced - decay) : to_next[h];
+        decays[h] = near_1 ? balanced : decay;
+      }
+    }
+  }
+}
 template <class T, bool SSD> void run(const ScanArgs& s, bool backward) {
   Scan<T, SSD> scan(s);
   parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
 }
 template <class T> void dispatch(const ScanArgs& s, bool ssd, bool backward) {
+  if (s.less_one.data) balance<T>(s);
   if (ssd) run<T, true>(s, backward);
   else run<T, false>(s, backward);
 }
