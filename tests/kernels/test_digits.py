@@ -61,7 +61,7 @@ SUMS = {
 
 
 def gradients(f: Operation, x: Tensor, parameters: list[Tensor], dy: Tensor, backend: str) -> list[Tensor]:
-    """Of the parameters, in x's dtype."""
+    """Return the parameters' gradients, in x's dtype."""
     leaves = [p.to(x.dtype).requires_grad_() for p in parameters]
     y = f(x, *leaves, backend=backend)
     return list(torch.autograd.grad(y, leaves, dy.to(x.dtype).expand_as(y)))
@@ -71,7 +71,7 @@ def gradients(f: Operation, x: Tensor, parameters: list[Tensor], dy: Tensor, bac
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SUMS)
 def test_gradients_summed_over_many_tokens(name: str, backend: str) -> None:
-    """In one float32 sum, summands of one sign lose a digit every ten thousand tokens."""
+    """Summands of one sign lose a digit every ten thousand tokens in one float32 sum."""
     f, parameters = SUMS[name]
     x = torch.rand(2, (1 << 17) + 5, 4, generator=torch.Generator().manual_seed(0)) + 0.1
     expected = gradients(f, x.double(), parameters, torch.ones(1), "cpu")
@@ -84,7 +84,7 @@ def test_gradients_summed_over_many_tokens(name: str, backend: str) -> None:
 def test_many_small_summands_beside_a_large_one(
     name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the weight, the bias and D: a running float32 sum that begins with 2^24 loses every 1 after it."""
+    """A running float32 sum of the weight's, bias' or D's gradient from 2^24 on would lose every 1."""
     f, parameters = SUMS[name]
     seqlen = 643
     if INTERPRETED:  # one program takes all tokens
@@ -176,7 +176,7 @@ def delta_rule(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strong", [-200.0, -1e4, -1e6])
 def test_a_delta_rule_with_a_strong_decay(strong: float, backend: str) -> None:
-    """In a block, a decay leaves those of the tokens after it their digits."""
+    """A strong decay leaves those of the tokens after it in a block their digits."""
     generator = torch.Generator().manual_seed(0)
     batch, seqlen, heads = 2, 195, 3
 

@@ -487,14 +487,16 @@ def backward_kernel(
             if HAS_BIAS:
                 sum_bias += tl.sum(tl.where(ok, dstep, 0.0), axis=0)
             tl.debug_barrier()
-        again = back % TOGETHER > 0  # this part's earlier stretches have left their sums
-        part = (batch * n_splits + split) * parts + back // TOGETHER
+        again = back % TOGETHER > 0  # this partial sum's earlier stretches have left their sums
+        partial_sum = (batch * n_splits + split) * parts + back // TOGETHER
         for r in tl.static_range(ROWS):
             state_ok = n_ok[:, None] & (d + r * LANES < d_inner)[None, :]
             tl.store(carried + edge + state + r * LANES, c[r], mask=state_ok)
-            before = tl.load(dA + part * per_batch + state + r * LANES, mask=state_ok & again, other=0.0)
-            tl.store(dA + part * per_batch + state + r * LANES, before + sum_A[r], mask=state_ok)
-        at = part * d_inner + dw
+            before = tl.load(
+                dA + partial_sum * per_batch + state + r * LANES, mask=state_ok & again, other=0.0
+            )
+            tl.store(dA + partial_sum * per_batch + state + r * LANES, before + sum_A[r], mask=state_ok)
+        at = partial_sum * d_inner + dw
         if HAS_D:
             before = tl.load(dD + at, mask=(dw < d_inner) & again, other=0.0)
             tl.store(dD + at, before + sum_D, mask=dw < d_inner)

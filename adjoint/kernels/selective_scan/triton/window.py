@@ -452,16 +452,16 @@ def backward_kernel(
         add_recent(dC, recent_C, shares + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
         tl.store(carried + (edge * 2 + state), c, mask=ok)
         tl.store(carried + (edge * 2 + per_batch + state), across, mask=ok)
-        again = back % TOGETHER > 0  # this part's earlier stretches have left their sums
-        part = (batch * n_splits + split) * parts + back // TOGETHER
-        before = tl.load(dA + part * per_batch + state, mask=ok & again, other=0.0)
-        tl.store(dA + part * per_batch + state, before + sum_A, mask=ok)
+        again = back % TOGETHER > 0  # this partial sum's earlier stretches have left their sums
+        partial_sum = (batch * n_splits + split) * parts + back // TOGETHER
+        before = tl.load(dA + partial_sum * per_batch + state, mask=ok & again, other=0.0)
+        tl.store(dA + partial_sum * per_batch + state, before + sum_A, mask=ok)
         if HAS_D:
-            before = tl.load(dD + part * d_inner + d, mask=d_ok & again, other=0.0)
-            tl.store(dD + part * d_inner + d, before + sum_D, mask=d_ok)
+            before = tl.load(dD + partial_sum * d_inner + d, mask=d_ok & again, other=0.0)
+            tl.store(dD + partial_sum * d_inner + d, before + sum_D, mask=d_ok)
         if HAS_BIAS:
-            before = tl.load(dbias + part * d_inner + d, mask=d_ok & again, other=0.0)
-            tl.store(dbias + part * d_inner + d, before + sum_bias, mask=d_ok)
+            before = tl.load(dbias + partial_sum * d_inner + d, mask=d_ok & again, other=0.0)
+            tl.store(dbias + partial_sum * d_inner + d, before + sum_bias, mask=d_ok)
         if (split == 0) & (begin == s_first * EVERY):
             tl.store(c_out + batch * per_batch + state, c, mask=ok)
         tl.debug_barrier()  # the next visit overwrites the marks, and reads what this one has summed
