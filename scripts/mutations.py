@@ -182,8 +182,8 @@ MUTATIONS: dict[str, Mutation] = {
     "scan-documents": Mutation(
         "a document's state does not reach the next in the SSD scan in C++",
         "kernels/cpu/ssd.cpp",
-        "next_state(k, k.is_first ? T(0) : w.decays.whole, w.B, w.scaled, state);",
-        "next_state(k, w.decays.whole, w.B, w.scaled, state);",
+        "k.is_first ? T(0) : w.decays.whole, k.is_first ? T(0) : w.decays.less_one, w.B",
+        "w.decays.whole, w.decays.less_one, w.B",
         "tests/kernels/test_operations.py -k ssd_scan-cpu",
     ),
     "resumed-runs": Mutation(

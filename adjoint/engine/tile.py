@@ -28,6 +28,7 @@ from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
+MAX_COMPENSATED_NUMEL = 1 << 20  # a longer vector, such as many parameters in a row, is summed as a matrix
 MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
 Cotangents = tuple[Tensor | None, ...]
@@ -43,7 +44,9 @@ Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents
 class Gradients:
     """Sums of parameters' gradients over tiles, in float32 at least.
 
-    A bfloat16 sum over many chunks would lose the small ones.
+    A bfloat16 sum over many chunks would lose the small ones. Vectors' sums are compensated for rounding
+    (Kahan 1965): they keep float32's digits over any number of chunks. For matrices it would take as much
+    memory again as the sums.
 
     Args:
         unlisted_leaves: tensors that tiles may reach without listing them, by default none.
@@ -54,6 +57,7 @@ class Gradients:
         self.arriving: collections.deque[tuple[Tensor, ArrivingGradient]] = collections.deque()
         self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
         self.room: dict[Tensor, Tensor] = {}
+        self.excess: dict[Tensor, Tensor] = {}  # what rounding has added to vectors' sums
 
     def reserve(self, parameters: Iterable[Tensor]) -> None:
         """Allocate the sums of parameters on a CPU now.
@@ -76,8 +80,10 @@ class Gradients:
             self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         if total is not None:
-            total += gradient
-        elif parameter in self.room:
+            self._add_to_sums([(parameter, gradient)])
+            return
+        self.excess.pop(parameter, None)
+        if parameter in self.room:
             self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
@@ -85,6 +91,7 @@ class Gradients:
     def replace(self, totals: Mapping[Tensor, Tensor]) -> None:
         """Hold totals over several workers in the place of this one's sums."""
         self.sums = dict(totals)
+        self.excess.clear()
 
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Add several (parameter, gradient) pairs, to existing sums by one launch for all of a class."""
@@ -92,12 +99,36 @@ class Gradients:
         for parameter, gradient in gradients:
             if gradient is not None and parameter in self.sums:
                 self._wait_for_sum(parameter)
-                pairs[type(gradient)].append((self.sums[parameter], gradient))
+                pairs[type(gradient)].append((parameter, gradient))
             else:
                 self.add(parameter, gradient)
         for same_class in pairs.values():  # one launch takes no tensors and DTensors together
-            sums, terms = zip(*same_class, strict=True)
-            torch._foreach_add_(sums, terms)
+            self._add_to_sums(same_class)
+
+    def _add_to_sums(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add (parameter, gradient) pairs of one class of tensors to existing sums."""
+        plain, compensated, repeated = [], dict[Tensor, Tensor](), []
+        for parameter, gradient in pairs:
+            if gradient.dim() > 1 or gradient.numel() > MAX_COMPENSATED_NUMEL:
+                plain.append((self.sums[parameter], gradient))
+            elif parameter in compensated:
+                repeated.append((parameter, gradient))
+            else:
+                compensated[parameter] = gradient.to(self.sums[parameter].dtype)
+        if plain:
+            torch._foreach_add_(*zip(*plain, strict=True))
+        if compensated:
+            sums = [self.sums[p] for p in compensated]
+            excess = [
+                self.excess[p] if p in self.excess else torch.zeros_like(self.sums[p]) for p in compensated
+            ]
+            terms = torch._foreach_sub(list(compensated.values()), excess)
+            totals = torch._foreach_add(sums, terms)
+            rounded = torch._foreach_sub(torch._foreach_sub(totals, sums), terms)
+            torch._foreach_copy_(sums, totals)
+            self.excess.update(zip(compensated, rounded, strict=True))
+        if repeated:
+            self._add_to_sums(repeated)
 
     def add_rows(self, parameter: Tensor, rows: Tensor, gradient: Tensor) -> None:
         """Add gradient (n, d) to the rows (n,) of an embedding table's sum, without a table for the chunk."""

@@ -46,12 +46,10 @@ class DecayedChunks:
         g = zero_where(g, reset)
         self.g = self.chunks(g[..., None] if g.dim() == 3 else g)
         self.sums, self.pairs = self.summed(self.g), None
-        if g.dim() == 3:
-            visible = below if self.same_document is None else self.same_document
-            differences = (self.sums - self.sums.mT).masked_fill(~visible, -torch.inf)
-            self.pairs = differences.exp()
-        else:
-            self.splits = [_Split(2**k, self.g, number) for k in range(CHUNK.bit_length() - 1)]
+        self.splits = [_Split(2**k, self.g, number) for k in range(CHUNK.bit_length() - 1)]
+        if g.dim() == 3:  # not of differences of sums, in which a strong decay leaves the others no digits
+            ones = torch.ones_like(self.g)
+            self.pairs = self.decayed(ones, ones)
         later = F.pad(self.g[..., 1:, :], (0, 0, 0, 1))
         self.since = self.from_state(self.sums.exp())
         self.until = self.to_state(self.summed(later, transposed=True).exp())

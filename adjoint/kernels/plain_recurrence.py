@@ -14,14 +14,25 @@ STRETCH = 16  # tokens stepped one by one, all stretches in parallel
 SEGMENT = 256  # tokens whose states exist at the same time
 
 
-def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None, cut: Tensor | None = None) -> Tensor:
+def recurrence(
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None = None,
+    cut: Tensor | None = None,
+    exponent: Tensor | None = None,
+) -> Tensor:
     """Return all states of h_t = a_t h_{t-1} + b_t along dim 1; a (batch, seqlen, …) and b broadcast against
     each other.
 
     Args:
         cut: (batch, seqlen) bool, tokens to which nothing is carried, no NaN either: 0 times NaN would be.
+        exponent: a's logarithm, if it is known. A product of decays near 1, each of them rounded, would lose
+            the digits of their distance from 1; the exponential of a sum does not.
     """
     seqlen = b.shape[1]
+    if seqlen <= STRETCH and exponent is not None and initial is not None:
+        through = exponent.cumsum(1).exp() * initial.unsqueeze(1)
+        return recurrence(a, b, cut=cut) + zero_where(through, None if cut is None else _so_far(cut))
     if seqlen <= STRETCH:
         states, h = [], initial
         for t, (a_t, b_t) in enumerate(zip(a.unbind(1), b.unbind(1), strict=True)):
@@ -33,6 +44,9 @@ def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None, cut: Tensor 
     if padding:
         a = torch.cat([a, a.new_ones(a.shape[0], padding, *a.shape[2:])], dim=1)
         b = torch.cat([b, b.new_zeros(b.shape[0], padding, *b.shape[2:])], dim=1)
+        if exponent is not None:
+            zeros = exponent.new_zeros(exponent.shape[0], padding, *exponent.shape[2:])
+            exponent = torch.cat([exponent, zeros], dim=1)
         cut = None if cut is None else F.pad(cut, (0, padding))
     a = a.unflatten(1, (stretches, STRETCH))
     b = b.unflatten(1, (stretches, STRETCH))
@@ -45,9 +59,11 @@ def recurrence(a: Tensor, b: Tensor, initial: Tensor | None = None, cut: Tensor 
     for t in range(1, STRETCH):
         local.append(zero_where(a[:, :, t] * local[-1], cut_at[t]) + b[:, :, t])
         products.append(a[:, :, t] * products[-1])
-    through = zero_where(torch.stack(products, dim=2), cut_since)
+    sums = None if exponent is None else exponent.unflatten(1, (stretches, STRETCH)).cumsum(2)
+    through = zero_where(torch.stack(products, dim=2) if sums is None else sums.exp(), cut_since)
     edge_cut = None if cut_since is None else cut_since[:, :, -1]
-    edges = recurrence(through[:, :, -1], local[-1], initial, edge_cut)
+    of_edges = None if sums is None else sums[:, :, -1]
+    edges = recurrence(through[:, :, -1], local[-1], initial, edge_cut, of_edges)
     first = torch.zeros_like(edges[:, :1]) if initial is None else initial.unsqueeze(1)
     before = torch.cat([first, edges[:, :-1]], dim=1).unsqueeze(2)
     h = torch.stack(local, dim=2) + zero_where(through * before, cut_since)
@@ -69,17 +85,31 @@ def _next(a: Tensor) -> Tensor:
     return torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], dim=1)
 
 
-def accumulated_adjoint(g: Tensor, a: Tensor, window: int | None = None, cut: Tensor | None = None) -> Tensor:
+def accumulated_adjoint(
+    g: Tensor,
+    a: Tensor,
+    window: int | None = None,
+    cut: Tensor | None = None,
+    exponent: Tensor | None = None,
+    final: Tensor | None = None,
+) -> Tensor:
     """mu_t = sum over s in [t, t + window) of a_{t+1} … a_s g_s (the sum runs to the end if window is None).
 
-    g (batch, seqlen, …); a broadcasts against g; cut as `recurrence`'s. With a window: blocks of `window`
-    tokens, a suffix scan inside each block, a prefix scan in the next one, and the two joined — linear in
-    seqlen for every window.
+    g (batch, seqlen, …); a broadcasts against g; cut and exponent as `recurrence`'s; final is added to the
+    last token's g. With a window: blocks of `window` tokens, a suffix scan inside each block, a prefix scan
+    in the next one, and the two joined — linear in seqlen for every window.
     """
     seqlen = g.shape[1]
     if window is None or window >= seqlen:
         cuts = None if cut is None else _next(cut).flip(1)
-        return recurrence(_next(a).flip(1), g.flip(1), cut=cuts).flip(1)
+        exponents, following = None, _next(a)
+        if exponent is not None:
+            last = torch.full_like(exponent[:, :1], -torch.inf if final is None else 0.0)
+            exponents = torch.cat([exponent[:, 1:], last], dim=1).flip(1)
+        if final is not None:
+            following[:, -1] = 1
+        return recurrence(following.flip(1), g.flip(1), final, cuts, exponents).flip(1)
+    g = add_final(g, final)
     if window == 1:
         return g
     following = _next(a)
@@ -169,6 +199,23 @@ def step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) ->
     """The discretisation step d = delta + delta_bias, through softplus if asked."""
     raw = delta if delta_bias is None else delta + delta_bias
     return F.softplus(raw) if delta_softplus else raw
+
+
+class CompensatedSum:
+    """A sum of many tensors that keeps the digits of their dtype, however many they are (Kahan 1965).
+
+    Attributes:
+        total: the sum.
+        excess: what rounding has added to it and is to be taken off.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.total, self.excess = torch.zeros_like(like), torch.zeros_like(like)
+
+    def add(self, term: Tensor) -> None:
+        term = term - self.excess
+        total = self.total + term
+        self.total, self.excess = total, (total - self.total) - term
 
 
 def softplus_gradient(dd: Tensor, delta: Tensor, delta_bias: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
         *((name, _I64) for name in ("interval", "threads", "partials", "softplus", "window", "halo")),
-        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "y")),
+        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "less_one", "y")),
         *(
             (name, _PTR)
             for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")
@@ -286,6 +286,14 @@ def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
     return is_large and 2 * headdim >= _lanes(x.dtype)
 
 
+def _set_decays(args: _ScanArgs, exponent: Tensor, reset: Tensor | None) -> Tensor:
+    """Set the decays of an SSD scan token by token; return them, which the scan changes by a last digit."""
+    decay = zero_where(torch.exp(exponent), reset)
+    less_one = torch.expm1(exponent) if exponent.shape[1] >= MIN_TOKENS_OF_BLOCK else None  # few round little
+    args.set_rows(decay=decay, less_one=less_one)
+    return decay
+
+
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -309,7 +317,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 0)
     else:
-        args.set_rows(decay=zero_where(torch.exp(d * A), reset))
+        _set_decays(args, d * A, reset)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
     return y, final_state, checkpoints
 
@@ -352,8 +360,7 @@ def ssd_scan_backward(
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
-        decay = zero_where(torch.exp(d * A), reset)
-        args.set_rows(decay=decay)
+        decay = _set_decays(args, d * A, reset)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
         dexponent *= decay
@@ -440,14 +447,15 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     batch, _, channels = x.shape
     args = _conv_args(x, weight, silu)
     dx = x.new_empty(x.shape)
-    dweight = x.new_zeros(args.threads, *weight.shape)
-    dbias = None if bias is None else x.new_zeros(args.threads, channels)
+    dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
+    dbias = None if bias is None else x.new_zeros(args.threads, channels, dtype=torch.float64)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
     args.set_rows(dy=dy)
     args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
     args.set_pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
     _function("conv1d", x.dtype)(ctypes.byref(args), 1)
-    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0), dinitial
+    dweight, dbias = [None if g is None else g.sum(0).to(x.dtype) for g in (dweight, dbias)]
+    return dx, dweight, dbias, dinitial
 
 
 def _delta_args(q, k, v, g, beta, initial_state, reset) -> _DeltaArgs:
@@ -541,7 +549,7 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
     args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
-    dweight = s.new_zeros(args.threads, s.shape[-1])
+    dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     args.set_pointers(weight=weight, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
     _function("norm", s.dtype)(ctypes.byref(args), 1)
-    return dx, dweight.sum(0), dgate, None
+    return dx, dweight.sum(0).to(s.dtype), dgate, None

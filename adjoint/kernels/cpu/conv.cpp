@@ -13,11 +13,11 @@ struct ConvArgs {
   uint8_t* reset;                           // (batch, seqlen) or null: no tap reaches before such a token
   void* dy;
   int64_t dy_batch_stride, dy_time_stride;
-  void *dx, *dweight, *dbias, *dinitial_state;  // dweight (threads, channels, width), dbias (threads, channels): zeroed
+  void *dx, *dweight, *dbias, *dinitial_state;  // dweight (threads, channels, width), dbias (threads, channels): double, zeroed
 };
 
 namespace {
-constexpr int MAX_WIDTH = 16, TOGETHER = 64;
+constexpr int MAX_WIDTH = 16;
 
 // A thread takes some tokens of all channels and walks token by token: rows are read and written as they lie in memory, and
 // those that the next tokens read again are in cache. The tap of j tokens before is numbered j.
@@ -165,7 +165,7 @@ template <class T> struct Conv {
       const int64_t begin = first ? first : -before, ahead = end + before < s.seqlen ? end + before : s.seqlen;
       int64_t added = first;
       for (int64_t t = first; t < ahead;) {
-        if (t - added >= TOGETHER) add(thread, dweight, dbias), added = t;  // longer sums would round more
+        if (t - added >= SUMMED_TOGETHER) add(thread, dweight, dbias), added = t;
         if (s.width == 4 && t >= first + before && t + 4 <= end && reach4(b, t)) {
           backward4(w, b, t, dweight, dbias);
           t += 4;
@@ -202,9 +202,9 @@ template <class T> struct Conv {
   // Moves sums to the thread's own.
   void add(int64_t thread, Row* dweight, Row& dbias) const {
     for (int64_t c = 0; c < s.channels; c++) {
-      T* sums = (T*)s.dweight + (thread * s.channels + c) * s.width;
+      double* sums = (double*)s.dweight + (thread * s.channels + c) * s.width;
       for (int64_t j = 0; j < s.width; j++) sums[s.width - 1 - j] += dweight[j][c / L][c % L];
-      if (s.dbias) ((T*)s.dbias)[thread * s.channels + c] += dbias[c / L][c % L];
+      if (s.dbias) ((double*)s.dbias)[thread * s.channels + c] += dbias[c / L][c % L];
     }
     for (int64_t j = 0; j < s.width; j++) std::fill(dweight[j].begin(), dweight[j].end(), Vt{});
     std::fill(dbias.begin(), dbias.end(), Vt{});

@@ -109,11 +109,11 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   Matrix<T> kT, NT;                    // (K, rows), (W, rows)
   Matrix<T> P, E, A, Low, dP, dA;      // (rows, rows); A_ij = k_i' E_ij k_j, j < i
   T *whole, *at_end;                   // exp(c_n) and c_n's cotangent (K)
-  T *beta, *dbeta, *own, *c;           // (rows)
+  T *beta, *dbeta, *own, *c, *c_low;   // (rows); c_low: what rounding leaves of c
   T *scale, *to_end;                   // (rows): since and until where they are all channels', else 1
 
   int64_t needed() const {
-    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 6 * BLOCK;
+    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 7 * BLOCK;
   }
 
  public:
@@ -128,7 +128,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     NT = take(W, BLOCK);
     for (auto m : {&P, &E, &A, &Low, &dP, &dA}) *m = take(BLOCK, BLOCK);
     for (auto p : {&whole, &at_end}) *p = take(1, K).data;
-    for (auto p : {&beta, &dbeta, &own, &c, &scale, &to_end}) *p = take(1, BLOCK).data;
+    for (auto p : {&beta, &dbeta, &own, &c, &c_low, &scale, &to_end}) *p = take(1, BLOCK).data;
   }
 
   // Heads [first, end), of one sequence, which take turns block by block: of a token's rows, which follow each other in
@@ -202,14 +202,14 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     read_rows(s.q, s.d_k, q);
     read_rows(s.k, s.d_k, k);
     read_rows(s.v, s.d_v, v);
-    T sum = 0;
+    double sum = 0;  // a strong decay must not take the digits of those after it
     for (int64_t i = 0; i < rows; i++) {
       const int64_t at = (b * s.seqlen + t + i) * s.nheads + h;
       const bool decays = i < n && !(i == 0 && resets(t));  // where a document begins nothing decays
       beta[i] = i < n ? ((const T*)s.beta)[at] : 0;
       if (!wide) {
         if (decays) sum += ((const T*)s.g)[at];
-        c[i] = sum;
+        c[i] = T(sum), c_low[i] = T(sum - double(c[i]));
         continue;
       }
       scale[i] = 1;
@@ -221,7 +221,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     if (!wide) {
       for (int64_t i = 0; i < rows; i += L) {
         store<T>(scale + i, exp2v<T>(load<T>(c + i, L) * T(LOG2E)), L);
-        store<T>(to_end + i, exp2v<T>((sum - load<T>(c + i, L)) * T(LOG2E)), L);
+        const V<T> after = (c[rows - 1] - load<T>(c + i, L)) + (c_low[rows - 1] - load<T>(c_low + i, L));
+        store<T>(to_end + i, exp2v<T>(after * T(LOG2E)), L);
       }
       for (int64_t i = 0; i < rows; i++) scale_row(kl.row(i), k.row(i), K, to_end[i]);
       set_row(whole, scale[rows - 1]);
@@ -263,7 +264,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     for (int x = 0; x < L; x++) lane[x] = x;
     transposed(k, kT, rows);
     lower_product(left(k), kT, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      const V<T> e = exp2v<T>((c[i] - load<T>(c + j, L)) * T(LOG2E)), zero{};
+      const V<T> between = (c[i] - load<T>(c + j, L)) + (c_low[i] - load<T>(c_low + j, L));
+      const V<T> e = exp2v<T>(between * T(LOG2E)), zero{};
       const V<T> a = lane < Int(i - j) ? e * x : zero;  // selected last: above the diagonal e may be infinite
       store<T>(E.row(i) + j, lane <= Int(i - j) ? e : zero, L);
       store<T>(A.row(i) + j, a, L);

@@ -85,17 +85,33 @@ template <> struct Halves<double, 16> {
 ALWAYS_INLINE float lane_sum(V<float> v) { return Halves<float, VECTOR_BYTES>::sum(v); }
 ALWAYS_INLINE double lane_sum(V<double> v) { return Halves<double, VECTOR_BYTES>::sum(v); }
 
-// 2^r on [-1/2, 1/2]: Chebyshev interpolation; relative error 2.5e-9 (float), 6e-20 (double).
-ALWAYS_INLINE V<float> exp2_poly(V<float> r) {
+// Tokens whose parameters' gradients are summed in T: longer sums, over all tokens of a call, are in double. In float they
+// would lose a digit every ten or hundred thousand tokens.
+constexpr int64_t SUMMED_TOGETHER = 64;
+template <class T> ALWAYS_INLINE void add_to(double* sums, V<T> x, int width = Vec<T>::L) {
+  T numbers[Vec<T>::L];
+  std::memcpy(numbers, &x, VECTOR_BYTES);
+  for (int l = 0; l < width; l++) sums[l] += double(numbers[l]);
+}
+template <class T> ALWAYS_INLINE V<T> rounded(const double* sums) {
+  T numbers[Vec<T>::L];
+  for (int l = 0; l < Vec<T>::L; l++) numbers[l] = T(sums[l]);
+  V<T> x;
+  std::memcpy(&x, numbers, VECTOR_BYTES);
+  return x;
+}
+
+// 2^r - 1 on [-1/2, 1/2]: Chebyshev interpolation; error relative to 2^r 2.5e-9 (float), 6e-20 (double).
+ALWAYS_INLINE V<float> exp2m1_poly(V<float> r) {
   V<float> p = splat<float>(1.54614446985691e-4f);
   p = p * r + 1.34004281776158379e-3f;
   p = p * r + 9.61805667852463808e-3f;
   p = p * r + 5.55032722667030206e-2f;
   p = p * r + 2.40226509222887581e-1f;
   p = p * r + 6.93147206702832596e-1f;
-  return p * r + 1.0f;
+  return p * r;
 }
-ALWAYS_INLINE V<double> exp2_poly(V<double> r) {
+ALWAYS_INLINE V<double> exp2m1_poly(V<double> r) {
   V<double> p = splat<double>(2.57335683087568912e-11);
   p = p * r + 4.45667534104920588e-10;
   p = p * r + 7.05489438634834804e-9;
@@ -108,25 +124,32 @@ ALWAYS_INLINE V<double> exp2_poly(V<double> r) {
   p = p * r + 5.5504108664821699e-2;
   p = p * r + 2.40226506959100712e-1;
   p = p * r + 6.93147180559945308e-1;
-  return p * r + 1.0;
+  return p * r;
 }
+template <class W> ALWAYS_INLINE W exp2_poly(W r) { return exp2m1_poly(r) + 1; }
 #ifdef __AVX512F__
 // 2^x; the hardware's round and scale take care of overflow, underflow and NaN. In float x = n + r, where n is a
 // multiple of 1/16: the power of n's fraction comes from a register's 16 lanes, chosen by n's lowest bits once
 // 1.5 * 2^19 is added, and a polynomial in r needs half the terms. Multiplications bound the scans: here are 4, with
 // exp2_poly 6.
-ALWAYS_INLINE V<float> exp2_lanes(V<float> x) {
+// exp2m1_lanes leaves n and that power, and returns their rest.
+ALWAYS_INLINE V<float> exp2m1_lanes(V<float> x, V<float>& n, V<float>& power) {
   constexpr int SIXTEENTHS = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC | 4 << 4;
   const V<float> powers = {1.0f,        1.04427378f, 1.09050773f, 1.13878863f, 1.18920712f, 1.24185781f,
                            1.29683955f, 1.35425555f, 1.41421356f, 1.47682615f, 1.54221083f, 1.61049033f,
                            1.68179283f, 1.75625216f, 1.83400809f, 1.91520656f};
-  const V<float> n = (V<float>)_mm512_roundscale_ps((__m512)x, SIXTEENTHS);
+  n = (V<float>)_mm512_roundscale_ps((__m512)x, SIXTEENTHS);
   const V<float> r = x - n, lane = n + 786432.0f;
-  const V<float> power = (V<float>)_mm512_permutexvar_ps((__m512i)lane, (__m512)powers);
+  power = (V<float>)_mm512_permutexvar_ps((__m512i)lane, (__m512)powers);
   V<float> p = splat<float>(0.0555054108f);
   p = p * r + 0.240233552f;
   p = p * r + 0.69314718f;
-  return (V<float>)_mm512_scalef_ps((__m512)(power * r * p + power), (__m512)n);
+  return power * r * p;
+}
+ALWAYS_INLINE V<float> exp2_lanes(V<float> x) {
+  V<float> n, power;
+  const V<float> less_one = exp2m1_lanes(x, n, power);
+  return (V<float>)_mm512_scalef_ps((__m512)(less_one + power), (__m512)n);
 }
 ALWAYS_INLINE V<double> exp2_lanes(V<double> x) {
   const __m512d n = _mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -152,16 +175,40 @@ template <class W, class T> ALWAYS_INLINE W between(T lo, W x, T hi) {
 template <class T> struct Exponent;
 template <> struct Exponent<float> { static constexpr float magic = 12582912.0f + 127; static constexpr int bias = 127, mantissa = 23; };
 template <> struct Exponent<double> { static constexpr double magic = 6755399441055744.0 + 1023; static constexpr int bias = 1023, mantissa = 52; };
-template <class W> ALWAYS_INLINE W exp2_lanes(W x) {
+// x = n + r: leaves scale = 2^n and returns r.
+template <class W> ALWAYS_INLINE W split_power(W x, W& scale) {
   typedef typename std::remove_reference<decltype(x[0])>::type T;
   typedef Exponent<T> E;
   const W c = between<W, T>(-E::bias, x, E::bias + 1), shifted = c + E::magic;
   VI<T> bits;
   std::memcpy(&bits, &shifted, VECTOR_BYTES);
   bits <<= E::mantissa;
-  W scale;
   std::memcpy(&scale, &bits, VECTOR_BYTES);
-  return exp2_poly(c - (shifted - E::magic)) * scale;
+  return c - (shifted - E::magic);
+}
+template <class W> ALWAYS_INLINE W exp2_lanes(W x) {
+  W scale;
+  const W r = split_power(x, scale);
+  return exp2_poly(r) * scale;
+}
+#endif
+// 2^x as main + rest, main being 1 for x close to 0: there the rest keeps the digits that 2^x rounds away.
+#ifdef __AVX512F__
+ALWAYS_INLINE void exp2_parts(V<float> x, V<float>& main, V<float>& rest) {
+  V<float> n, power;
+  const V<float> less_one = exp2m1_lanes(x, n, power);
+  main = (V<float>)_mm512_scalef_ps((__m512)power, (__m512)n);
+  rest = (V<float>)_mm512_scalef_ps((__m512)less_one, (__m512)n);
+}
+ALWAYS_INLINE void exp2_parts(V<double> x, V<double>& main, V<double>& rest) {
+  const __m512d n = _mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  main = (V<double>)_mm512_scalef_pd((__m512d)splat<double>(1), n);
+  rest = (V<double>)_mm512_scalef_pd((__m512d)exp2m1_poly(x - (V<double>)n), n);
+}
+#else
+template <class W> ALWAYS_INLINE void exp2_parts(W x, W& main, W& rest) {
+  const W r = split_power(x, main);
+  rest = exp2m1_poly(r) * main;
 }
 #endif
 // 2^x; 0 below the smallest normal number or half of it, infinity at 2^128 (2^1024) or half a power before; NaN stays NaN.

@@ -22,6 +22,9 @@ template <class T> struct Linear {
   Decay decay(int64_t b, int64_t t) const { return {at(s.a, b, t, s.a_width), s.a_width == 1}; }
   // a x, but 0 where a is: nothing is carried to where a document begins, no NaN either.
   static ALWAYS_INLINE Vt times(Vt a, Vt x) { return a == 0 ? Vt{} : a * x; }
+  // a x + y. Where a is close to 1, the product must not be rounded by itself, which is left to the compiler: at each
+  // token it would be rounded the same way.
+  static ALWAYS_INLINE Vt add_decayed(Vt a, Vt x, Vt y) { return a * (a == 0 ? Vt{} : x) + y; }
   // body(b, first block, end) for this thread's share of (batch, blocks)
   template <class F> void each(int64_t thread, F body) const {
     const int64_t units = s.batch * blocks(), end = units * (thread + 1) / s.threads;
@@ -42,7 +45,7 @@ template <class T> struct Linear {
       for (int64_t t = 0; t < s.seqlen; t++) {
         T *h = at(s.h, b, t, s.d_state), *x = at(s.b, b, t, s.d_state);
         row(first, stop, [=, a = decay(b, t)](int64_t, int64_t n, int width) {
-          store<T>(h + n, times(a(n, width), load<T>(before + n, width)) + load<T>(x + n, width), width);
+          store<T>(h + n, add_decayed(a(n, width), load<T>(before + n, width), load<T>(x + n, width)), width);
         });
         before = h;
       }
@@ -55,7 +58,7 @@ template <class T> struct Linear {
       const int64_t count = stop - first;
       // prefix sums inside each block of W tokens
       std::vector<Vt> carried(count), cuts(WINDOWED ? count : 0), prefix(WINDOWED ? T_ * count : 0);
-      Vt *R = carried.data(), *S = cuts.data();
+      Vt *R = carried.data(), *S = cuts.data();  // mu of the next token without what joins it
       const auto sums = [&](int64_t t) { return prefix.data() + std::max<int64_t>(std::min(t, T_ - 1), 0) * count; };
       for (int64_t t = 0; t < T_ && WINDOWED; t++)
         row(first, stop, [=, opens = t % W == 0, dh = at(s.dh, b, t, s.d_state), a = decay(b, t), sum = sums(t)](
@@ -66,16 +69,15 @@ template <class T> struct Linear {
         });
       std::fill(cuts.begin(), cuts.end(), Vt{});
       for (int64_t t = T_ - 1; t >= 0; t--) {
-        const bool opens = WINDOWED && t % W == 0, closes = WINDOWED && (t % W == W - 1 || t == T_ - 1);
+        const bool opens = WINDOWED && t % W == 0, closes = t == T_ - 1 || (WINDOWED && t % W == W - 1);
         const bool joined = WINDOWED && !opens && (t / W + 1) * W < T_, own = t < owned, scalar = s.a_width == 1;
         const T *dh = at(s.dh, b, t, s.d_state), *before = zeros.data();
         if (t) before = at(s.h, b, t - 1, s.d_state);
         else if (s.initial_state) before = (const T*)s.initial_state + b * s.d_state;
         T *db = at(s.db, b, t, s.d_state), *da = at(s.da, b, t, scalar ? blocks() : s.d_state) + (scalar ? first : 0);
-        row(first, stop, [=, decay = decay(b, t), sum = sums(t + W - 1)](int64_t i, int64_t n, int width) {
+        row(first, stop, [=, decay = decay(b, t), next = decay(b, t + !closes), sum = sums(t + W - 1)](int64_t i, int64_t n, int width) {
           const Vt g = load<T>(dh + n, width), a = decay(n, width);
-          Vt mu = closes ? g : R[i] + g;
-          R[i] = times(a, mu);
+          Vt mu = R[i] = closes ? g : add_decayed(next(n, width), R[i], g);
           if (WINDOWED) {
             if (joined) mu += times(S[i], sum[i]);
             S[i] = opens ? a : times(a, S[i]);
@@ -86,8 +88,8 @@ template <class T> struct Linear {
           else store<T>(da + n, mu * load<T>(before + n, width), width);
         });
       }
-      row(first, stop, [=, sum = sums(W - 2), to = (T*)s.dinitial_state + b * s.d_state](int64_t i, int64_t n, int width) {
-        store<T>(to + n, !WINDOWED ? R[i] : W == 1 ? Vt{} : times(S[i], sum[i]), width);
+      row(first, stop, [=, a = decay(b, 0), sum = sums(W - 2), to = (T*)s.dinitial_state + b * s.d_state](int64_t i, int64_t n, int width) {
+        store<T>(to + n, !WINDOWED ? times(a(n, width), R[i]) : W == 1 ? Vt{} : times(S[i], sum[i]), width);
       });
     });
   }

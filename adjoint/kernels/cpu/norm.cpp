@@ -11,7 +11,7 @@ struct NormArgs {
   // x is s in the backward; rstd (rows, groups); residual and, with it, s may be null; so may gate
   void *x, *residual, *gate, *weight, *y, *s, *rstd;
   int64_t x_stride, residual_stride, gate_stride;  // from row to row; y, s, dx and dgate are contiguous
-  void *dy, *ds, *dx, *dgate, *dweight;            // ds may be null; dweight (threads, width), zeroed by the caller
+  void *dy, *ds, *dx, *dgate, *dweight;            // ds may be null; dweight (threads, width), double, zeroed by the caller
   int64_t dy_stride, ds_stride;
 };
 
@@ -66,8 +66,9 @@ template <class T> struct Norm {
   }
   void backward(int64_t thread) const {
     const int64_t groups = s.width / s.group;
-    T* dweight = (T*)s.dweight + thread * s.width;
-    for (int64_t i = s.rows * thread / s.threads; i < s.rows * (thread + 1) / s.threads; i++) {
+    std::vector<T> dweight(s.width);  // of the last rows
+    const int64_t first = s.rows * thread / s.threads, end = s.rows * (thread + 1) / s.threads;
+    for (int64_t i = first; i < end; i++) {
       const T *x = at(s.x, i, s.x_stride), *gate = s.gate ? at(s.gate, i, s.gate_stride) : nullptr;
       const T *dy = at(s.dy, i, s.dy_stride), *weight = (const T*)s.weight;
       const T* ds = s.ds ? at(s.ds, i, s.ds_stride) : nullptr;
@@ -78,7 +79,7 @@ template <class T> struct Norm {
         each(g, [&](int64_t c, int n) {
           const Vt v = gated(load<T>(x + c, n), gate, c, n), d = load<T>(dy + c, n);
           sum += d * load<T>(weight + c, n) * v;
-          store<T>(dweight + c, load<T>(dweight + c, n) + d * (v * r), n);
+          store<T>(&dweight[c], load<T>(&dweight[c], n) + d * (v * r), n);
         });
         const T mean = lane_sum(sum) * r / s.group;
         each(g, [&](int64_t c, int n) {
@@ -94,6 +95,11 @@ template <class T> struct Norm {
           store<T>(dgate + c, dv * a * sig * (1 + z * (1 - sig)), n);
         });
       }
+      if ((i + 1 - first) % SUMMED_TOGETHER && i + 1 < end) continue;
+      each_vector<T>(s.width, 0, (s.width + L - 1) / L, [&](int64_t, int64_t c, int n) {
+        add_to<T>((double*)s.dweight + thread * s.width + c, load<T>(&dweight[c], n), n);
+        store<T>(&dweight[c], Vt{}, n);
+      });
     }
   }
 };

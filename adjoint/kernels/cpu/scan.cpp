@@ -17,6 +17,8 @@
 // and a prefix scan (P) in the next one, joined as mu_t = R_t + S_t P_{t+W-1}. No subtraction, no division.
 #include "scan.h"
 
+#include <algorithm>
+
 namespace {
 
 constexpr int64_t BATCH = 8;  // their rows fit the second-level cache
@@ -142,9 +144,25 @@ template <class T, bool SSD> struct Scan {
     x.du = x.delta * u, x.y = D * u;
     x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
   }
+  typedef std::bool_constant<!SSD> Near1;  // those of Mamba-2 are `balanced`
+  typedef std::false_type Any;
+  static ALWAYS_INLINE Vt typical_step(const Token* x, int64_t tokens) {  // of all, four are enough
+    return SSD ? Vt{} : (x[0].delta + x[tokens / 4].delta + (x[tokens / 2].delta + x[tokens * 3 / 4].delta)) * T(0.25);
+  }
+  // Whether a decay of Mamba-1 is so near 1 that the rounding of tokens' decays, the same for each, would be seen.
+  // step: a typical step size of the segment.
+  template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt step, const Vt* A2) const {
+    if (SSD) return false;
+    Vt nearest = A2[0];
+    for (int n = 1; n < NS; n++) nearest = A2[n] > nearest ? A2[n] : nearest;
+    VI<T> lane;
+    for (int l = 0; l < L; l++) lane[l] = l;
+    const Vt exponents = lane < typename Bits<T>::Int(k.width) ? step * nearest : splat<T>(-1);
+    return lane_sum(exponents > T(-1.0 / 256) ? splat<T>(1) : Vt{}) > 0;
+  }
   // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
-  // each token's decays and states.
-  template <int NS, bool KEEPS, bool ADDS_Y>
+  // each token's decays and states. NEAR_1: decays in two parts, both of which are left.
+  template <int NS, bool KEEPS, bool ADDS_Y, bool NEAR_1>
   NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
                                Vt* state, Vt* kept) const {
     const int64_t begin = segment * K, end = segment_end(segment);
@@ -158,14 +176,26 @@ template <class T, bool SSD> struct Scan {
       Vt y = ADDS_Y ? x->y : Vt{};
 #pragma GCC unroll 8
       for (int n = 0; n < NS; n++) {
-        const Vt decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
-        now[n] = decay * now[n] + du * B[n];
+        Vt decay, rest;
+        if (NEAR_1) {
+          exp2_parts(delta * rate[n], decay, rest);
+          now[n] = decay * now[n] + (rest * now[n] + du * B[n]);
+        } else {
+          decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
+          if constexpr (SSD) {
+            const Vt input = du * B[n];
+            now[n] = decay * now[n] + input;
+          } else {
+            now[n] = decay * now[n] + du * B[n];
+          }
+        }
         if (ADDS_Y) y += now[n] * C[n];
         if (KEEPS && !SSD) kept[NS + n] = decay;
-        if (KEEPS) kept[2 * NS + n] = now[n];
+        if (KEEPS && NEAR_1) kept[2 * NS + n] = rest;
+        if (KEEPS) kept[(2 + NEAR_1) * NS + n] = now[n];
       }
       if (ADDS_Y) x->y = y;
-      if (KEEPS) kept += 2 * NS;
+      if (KEEPS) kept += (2 + NEAR_1) * NS;
     }
     if (!KEEPS) for (int n = 0; n < NS; n++) state[n] = now[n];
   }
@@ -201,11 +231,17 @@ template <class T, bool SSD> struct Scan {
         prefetch_next(b, t, block[i], next, s.u, s.delta, s.z);
         prefetch_written(b, t, block[i], s.y);
       }
-    for (int64_t i = first; i < last; i++)
+    for (int64_t i = first; i < last; i++) {
+      const Vt step = typical_step(tokens + (i - first) * K, end - begin);
       each_states([&](int64_t n, auto count) {
-        run_states<count.value, false, true>(b, segment, block[i], n, tokens + (i - first) * K, A2 + i * N + n,
-                                             state + i * N + n, nullptr);
+        const auto run = [&](auto near) {
+          run_states<count.value, false, true, near.value>(b, segment, block[i], n, tokens + (i - first) * K,
+                                                           A2 + i * N + n, state + i * N + n, nullptr);
+        };
+        if (has_decays_near_1<count.value>(block[i], step, A2 + i * N + n)) run(Near1());
+        else run(Any());
       });
+    }
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
@@ -224,12 +260,13 @@ template <class T, bool SSD> struct Scan {
   // correction). And whether a document has begun, which ends the block's sums.
   struct Since { Vt total, low; bool cut; };
   struct Work {  // one thread's scratch
-    std::vector<Vt> kept;          // (STATES), then (interval, decays and states, STATES)
+    std::vector<Vt> kept;          // (STATES), then (interval, decays, perhaps their rests, and states, STATES)
     std::vector<Vt> P;             // (interval, STATES)
     std::vector<Vt> dB_dC;         // (d_state / STATES, interval, dB and dC, STATES): sums over the channels
-    std::vector<Vt> A2, R, S, dA;  // (blocks, d_state); R and S carry over from segment to segment
+    std::vector<Vt> A2, R, S;      // (blocks, d_state); R and S carry over from segment to segment
     std::vector<Vt> dfinal;        // (blocks, d_state), with a window
-    std::vector<Vt> dD, dbias;     // (blocks)
+    std::vector<Vt> dD, dbias;     // (blocks): sums over a segment
+    std::vector<double> sums;      // (blocks, d_state of dA, dD and dbias, lanes): over all segments
     std::vector<Vt> prefix;        // (segments, blocks, d_state): P before the segment's first need
     std::vector<Since> since;      // (segments, blocks)
     std::vector<Token> tokens;     // (BATCH, interval)
@@ -298,11 +335,12 @@ template <class T, bool SSD> struct Scan {
   void backward(int64_t thread) const {
     const bool windowed = s.window > 0, joined = s.window > 1;
     Work w;
-    w.kept.resize((2 * K + 1) * STATES);
+    w.kept.resize((3 * K + 1) * STATES);
     w.dB_dC.resize(2 * K * N);
     w.tokens.resize(BATCH * K);
-    for (auto* x : {&w.A2, &w.R, &w.S, &w.dA, &w.dfinal}) x->resize(blocks * N);
+    for (auto* x : {&w.A2, &w.R, &w.S, &w.dfinal}) x->resize(blocks * N);
     for (auto* x : {&w.dD, &w.dbias}) x->resize(blocks);
+    w.sums.resize(blocks * (N + 2) * L);
     if (joined) {
       w.P.resize(K * STATES), w.ahead.resize(BATCH * K);
       w.prefix.resize(segments * blocks * N), w.since.resize(segments * blocks);
@@ -311,9 +349,9 @@ template <class T, bool SSD> struct Scan {
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
         if (!SSD) gather(s.A, &w.A2[i * N], 0, k, T(LOG2E));
-        for (auto* x : {&w.dA, &w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
+        for (auto* x : {&w.R, &w.S, &w.dfinal}) std::fill_n(&(*x)[i * N], N, Vt{});
         if (s.dfinal_state) gather(s.dfinal_state, windowed ? &w.dfinal[i * N] : &w.R[i * N], b, k, T(1));
-        w.dD[i] = w.dbias[i] = Vt{};
+        std::fill_n(&w.sums[i * (N + 2) * L], (N + 2) * L, 0.0);
         if (joined) save_prefixes(b, k, w);
       }
       for (int64_t segment = segments - 1; segment >= 0; segment--)
@@ -326,10 +364,15 @@ template <class T, bool SSD> struct Scan {
         });
       for (int64_t i = first; i < last; i++) {
         const Block& k = block[i];
-        if (!SSD) scatter(s.dA, &w.dA[i * N], b, k);
+        const double* sums = &w.sums[i * (N + 2) * L];
+        if (!SSD) {
+          std::vector<Vt> dA(N);
+          for (int64_t n = 0; n < N; n++) dA[n] = rounded<T>(sums + n * L);
+          scatter(s.dA, dA.data(), b, k);
+        }
         const int64_t at = b * s.nheads * s.headdim + k.channel;
-        if (s.dD) store<T>((T*)s.dD + at, w.dD[i], k.width);
-        if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, w.dbias[i], k.width);
+        if (s.dD) store<T>((T*)s.dD + at, rounded<T>(sums + N * L), k.width);
+        if (s.ddelta_bias) store<T>((T*)s.ddelta_bias + at, rounded<T>(sums + (N + 1) * L), k.width);
         if (s.dinitial_state) {
           Vt* out = &w.R[i * N];  // R = a_1 mu_1; with a window a_1 P_{W-2} (the virtual token 0), where S is a_1
           const Vt *S = &w.S[i * N], *P = joined ? &w.prefix[i * N] : nullptr;
@@ -360,6 +403,8 @@ template <class T, bool SSD> struct Scan {
         const bool joins = advance(b, t + ahead, k, channels(s.delta_bias, 0, k), since);
         w.ahead[q] = {since.total, output_cotangent(b, t + ahead, k, gate), joins};
       }
+    Vt steps[BATCH];
+    for (int64_t i = first; i < last; i++) steps[i - first] = typical_step(&w.tokens[(i - first) * K], end - begin);
     each_states([&](int64_t n, auto count) {
       constexpr int NS = count.value;
       for (int64_t i = first; i < last; i++) {
@@ -367,15 +412,25 @@ template <class T, bool SSD> struct Scan {
         Token* x = &w.tokens[(i - first) * K];
         const Vt* A2 = &w.A2[i * N + n];
         Vt *state = checkpoint(b, segment, i) + n, *kept = w.kept.data();
-        // only the gate's gradient needs y again
-        if (s.z.data) run_states<NS, true, true>(b, segment, k, n, x, A2, state, kept);
-        else run_states<NS, true, false>(b, segment, k, n, x, A2, state, kept);
-        if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
-        sweep<NS, WINDOWED>(b, segment, k, n, x, w);
+        const auto run = [&](auto near) {
+          // only the gate's gradient needs y again
+          if (s.z.data) run_states<NS, true, true, near.value>(b, segment, k, n, x, A2, state, kept);
+          else run_states<NS, true, false, near.value>(b, segment, k, n, x, A2, state, kept);
+          if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
+          sweep<NS, WINDOWED, near.value>(b, segment, k, n, x, w);
+        };
+        if (!WINDOWED && has_decays_near_1<NS>(k, steps[i - first], A2)) run(std::bool_constant<!WINDOWED && Near1::value>());
+        else run(Any());
       }
     });
+    for (int64_t i = first; i < last; i++) w.dD[i] = w.dbias[i] = Vt{};
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) finish(b, t, block[i], w.tokens[(i - first) * K + t - begin], w);
+    for (int64_t i = first; i < last; i++) {
+      double* sums = &w.sums[i * (N + 2) * L];
+      add_to<T>(sums + N * L, w.dD[i]);
+      add_to<T>(sums + (N + 1) * L, w.dbias[i]);
+    }
   }
   // The prefix sums P_{t+W-1} of NS states that the windows of this segment end in
   template <int NS>
@@ -393,20 +448,21 @@ template <class T, bool SSD> struct Scan {
     }
   }
   // The adjoint of NS states through a segment, in reverse
-  template <int NS, bool WINDOWED>
+  template <int NS, bool WINDOWED, bool NEAR_1>
   NEVER_INLINE void sweep(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment), W = s.window, owned = s.seqlen - s.halo;
     const int64_t at = k.index * N + n0, B_stride = s.B.time_stride, C_stride = s.C.time_stride;
     const T *B = states(s.B, b, end - 1, k) + n0, *C = states(s.C, b, end - 1, k) + n0;
-    const Vt *kept = w.kept.data() + 2 * (end - begin) * NS, *P = w.P.data() + (end - begin) * NS;
+    constexpr int KEPT = (2 + NEAR_1) * NS;
+    const Vt *kept = w.kept.data() + (end - begin) * KEPT, *P = w.P.data() + (end - begin) * NS;
     const Vt* dfinal = &w.dfinal[at];
     Vt* dB_dC = w.dB_dC.data() + 2 * (n0 * K + (end - begin) * NS);
     Vt R[NS], S[NS], rate[NS], dA[NS];
-    for (int n = 0; n < NS; n++) R[n] = w.R[at + n], S[n] = w.S[at + n], rate[n] = w.A2[at + n], dA[n] = w.dA[at + n];
+    for (int n = 0; n < NS; n++) R[n] = w.R[at + n], S[n] = w.S[at + n], rate[n] = w.A2[at + n], dA[n] = Vt{};
     x += end - begin;
     const auto token = [&](int64_t t, auto owns, auto drops) ALWAYS_INLINE_LAMBDA {
       const Vt delta = x->delta, dy = x->dy, du = x->du;
-      const Vt *h = kept, *decays = kept - NS, *h0 = kept - 2 * NS;
+      const Vt *h = kept, *h0 = kept - KEPT, *decays = h0 + NS, *rests = decays + NS;  // rests: NEAR_1
       const bool closes = WINDOWED && (t % W == W - 1 || t == s.seqlen - 1);  // last token of its block
       const bool opens = WINDOWED && t % W == 0;                              // first token of its block
       const bool joined = WINDOWED && !opens && (t / W + 1) * W < s.seqlen;   // the window reaches the next block
@@ -417,7 +473,7 @@ template <class T, bool SSD> struct Scan {
         Vt mu = dy * C[n];
         if (WINDOWED && t == s.seqlen - 1) mu += dfinal[n];
         if (!(WINDOWED && closes)) mu += R[n];
-        R[n] = decay * mu;
+        R[n] = NEAR_1 && !drops ? rests[n] * mu + decay * mu : decay * mu;
         Vt pulled = R[n];
         if (WINDOWED) {
           if (joined) mu += times(S[n], P[n]), pulled = decay * mu;
@@ -439,12 +495,13 @@ template <class T, bool SSD> struct Scan {
     };
     typedef std::true_type Yes;
     typedef std::false_type No;
-    for (int64_t t = end - 1; t >= begin; t--, kept -= 2 * NS, B -= B_stride, C -= C_stride) {
+    for (int64_t t = end - 1; t >= begin; t--, kept -= KEPT, B -= B_stride, C -= C_stride) {
       x--, P -= NS, dB_dC -= 2 * NS;
       if (t >= owned) x->dropped ? token(t, No(), Yes()) : token(t, No(), No());
       else x->dropped ? token(t, Yes(), Yes()) : token(t, Yes(), No());
     }
-    for (int n = 0; n < NS; n++) w.R[at + n] = R[n], w.S[at + n] = S[n], w.dA[at + n] = dA[n];
+    for (int n = 0; n < NS; n++) w.R[at + n] = R[n], w.S[at + n] = S[n];
+    for (int n = 0; n < NS && !SSD; n++) add_to<T>(&w.sums[(k.index * (N + 2) + n0 + n) * L], dA[n]);
   }
   // Token t's gradients, from the sums over its states
   ALWAYS_INLINE void finish(int64_t b, int64_t t, const Block& k, const Token& x, Work& w) const {
@@ -482,11 +539,29 @@ template <class T, bool SSD> struct Scan {
   }
 };
 
+// Mamba-2's decays near 1, which may round the same way at each token: what rounding takes from one is added to the next.
+template <class T> void balance(const ScanArgs& s) {
+  std::vector<T> rest(s.nheads);
+  for (int64_t b = 0; b < s.batch; b++) {
+    std::fill(rest.begin(), rest.end(), T(0));
+    for (int64_t t = 0; t < s.seqlen; t++) {
+      T *decays = row<T>(s.decay, b, t), *to_next = rest.data();
+      const T* less_one = row<T>(s.less_one, b, t);
+      for (int64_t h = 0; h < s.nheads; h++) {
+        const T decay = decays[h], left = to_next[h] + (less_one[h] - (decay - 1)), balanced = decay + left;
+        const bool near_1 = decay > T(0.5);
+        to_next[h] = near_1 ? left - (balanced - decay) : to_next[h];
+        decays[h] = near_1 ? balanced : decay;
+      }
+    }
+  }
+}
 template <class T, bool SSD> void run(const ScanArgs& s, bool backward) {
   Scan<T, SSD> scan(s);
   parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
 }
 template <class T> void dispatch(const ScanArgs& s, bool ssd, bool backward) {
+  if (s.less_one.data) balance<T>(s);
   if (ssd) run<T, true>(s, backward);
   else run<T, false>(s, backward);
 }

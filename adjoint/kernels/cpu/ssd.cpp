@@ -34,6 +34,7 @@
 //
 // No sum is the difference of two: what a window leaves out adds nothing to its error. Where W is less than Q, every
 // block is a group, whose rows ahead begin with the next token, and M is a band.
+#include <algorithm>
 #include <cmath>
 
 #include "products.h"
@@ -72,8 +73,8 @@ template <class T> struct Ssd {
   // Sums of the exponents and their exponentials. Float32 sums have a second number for what rounding leaves.
   struct Decays {
     alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL], delta[QL];
-    T whole;
-    double exponent;  // of `whole`, to base 2
+    T whole, less_one;  // of the block, and that less 1 where it is near 1; 0 elsewhere
+    double exponent;    // of `whole`, to base 2
   };
   struct Buffer {
     std::vector<Vt> memory;
@@ -107,7 +108,8 @@ template <class T> struct Ssd {
     T *dy, *scaled, *X_by_channel, *T_, *dG;    // (Q, PL) twice, (PV * L, QL), (Q, QL) twice
     T *turned, *dB, *dC;                        // (PL, NL), (Q, NL) twice
     T *states;                                  // (heads, blocks of the segment, state_size)
-    T *dD;                                      // (heads, PL)
+    T *dD;                                      // (heads, PL): sums over a segment
+    std::vector<double> dD_sums;                // (heads, PL): over all segments
     T *from_C, *from_X, *d_delta;               // (Q): e_i dy_i . C_i H, f_j X_j . B_j dH', dX_j . x_j
     bool goes_on[HEADS];                        // whether dH' is another number than zero
     Decays decays;
@@ -134,6 +136,7 @@ template <class T> struct Ssd {
       turned = buffers[i++].resized(k.PL * k.NL);
       for (T** p : {&dB, &dC}) *p = buffers[i++].resized(Q * k.NL);
       dD = buffers[i++].resized(HEADS * k.PL);
+      dD_sums.resize(HEADS * k.PL);
       T* numbers = buffers[i++].resized(3 * QL);
       from_C = numbers, from_X = numbers + QL, d_delta = numbers + 2 * QL;
       if (!k.s.window) return;
@@ -235,6 +238,7 @@ template <class T> struct Ssd {
       *(Vt*)(d.to_end + t) = exp2v<T>((last - high) + (rest - low));
     }
     d.whole = d.from_start[k.size - 1];
+    d.less_one = d.whole > T(0.5) ? T(std::expm1(total / LOG2E)) : 0;
   }
   // exp(s_i - s_j) for the tokens j of a vector; 0 for those after i
   ALWAYS_INLINE Vt between_tokens(const Decays& d, int64_t i, int64_t v) const {
@@ -280,16 +284,20 @@ template <class T> struct Ssd {
       }
   }
 
-  // H' = factor H + (rows of B or C)^T (rows of X or dy), both scaled already; H may be zero.
-  void next_state(const Block& k, T factor, const T* weights, const T* rows, T* state) const {
+  // H' = factor H + (rows of B or C)^T (rows of X or dy), both scaled already; H may be zero. With `less_one`, factor - 1:
+  // H is added last, as its factor would round the same way at each block.
+  void next_state(const Block& k, T factor, T less_one, const T* weights, const T* rows, T* state) const {
+    const T first = less_one == 0 ? factor : less_one;
     in_tiles<T>(N, PV, [&](auto& sum, int64_t n, int64_t v) __attribute__((always_inline)) {
       for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
         for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++)
-          sum[i][u] = factor == 0 ? Vt{} : factor * *(Vt*)(state + ((v + u) * N + n + i) * L);
+          sum[i][u] = first == 0 ? Vt{} : first * *(Vt*)(state + ((v + u) * N + n + i) * L);
       add_product<T>(sum, k.size, {weights + n, 1, NL}, {rows + v * L, PL, L});
       for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
-        for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++)
-          *(Vt*)(state + ((v + u) * N + n + i) * L) = sum[i][u];
+        for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++) {
+          Vt& to = *(Vt*)(state + ((v + u) * N + n + i) * L);
+          to = less_one == 0 ? sum[i][u] : to + sum[i][u];
+        }
     });
   }
   void scale_rows(const Block& k, const T* rows, const T* factors, T* to) const {
@@ -298,7 +306,7 @@ template <class T> struct Ssd {
   }
   void advance(const Block& k, Work& w, T* state) const {
     scale_rows(k, w.X, w.decays.to_end, w.scaled);
-    next_state(k, k.is_first ? T(0) : w.decays.whole, w.B, w.scaled, state);
+    next_state(k, k.is_first ? T(0) : w.decays.whole, k.is_first ? T(0) : w.decays.less_one, w.B, w.scaled, state);
   }
 
   // ------------------------------------------------------------------------------------------- forward
@@ -386,8 +394,8 @@ template <class T> struct Ssd {
       for (int64_t h = 0; h < last - first; h++) {
         gather(s.dfinal_state, w.state + h * size, b, first + h);
         w.goes_on[h] = s.dfinal_state != nullptr;
-        std::memset((void*)(w.dD + h * PL), 0, PL * sizeof(T));
       }
+      std::fill(w.dD_sums.begin(), w.dD_sums.end(), 0.0);
       if (s.window) read_prefixes(b, group, first, last, w);
       for (int64_t segment = segments - 1; segment >= 0; segment--) {
         const int64_t stop = stop_of(segment);
@@ -395,6 +403,7 @@ template <class T> struct Ssd {
         for (int64_t start = segment * s.interval; start < stop; start += blocks.back().size)
           blocks.push_back(block(b, start, stop));
         const int64_t count = blocks.size();
+        std::memset((void*)w.dD, 0, HEADS * PL * sizeof(T));
         states_again(b, segment, group, first, last, blocks, w);
         if (s.window >= Q) prefixes_again(segment, group, first, last, blocks, w);
         for (int64_t i = count; i-- > 0;) {
@@ -419,13 +428,14 @@ template <class T> struct Ssd {
           }
           write_group(k, a, thread, group, fresh, w);
         }
+        for (int64_t c = 0; s.dD && c < (last - first) * PL; c += L) add_to<T>(&w.dD_sums[c], *(Vt*)(w.dD + c));
       }
       for (int64_t h = 0; h < last - first; h++) {
         if (s.window) add_state(w.initial + h * size, w.state + h * size);
         scatter(s.dinitial_state, w.state + h * size, b, first + h);
         if (s.dD)
           each_vector<T>(P, 0, PV, [&](int64_t v, int64_t c, int width) {
-            store<T>((T*)s.dD + (b * s.nheads + first + h) * P + c, *(Vt*)(w.dD + h * PL + v * L), width);
+            store<T>((T*)s.dD + (b * s.nheads + first + h) * P + c, rounded<T>(&w.dD_sums[h * PL + v * L]), width);
           });
       }
     });
@@ -552,7 +562,7 @@ template <class T> struct Ssd {
       return;
     }
     scale_rows(k, w.dy, w.decays.from_start, w.scaled);
-    next_state(k, goes_on ? w.decays.whole : T(0), w.C, w.scaled, state);
+    next_state(k, goes_on ? w.decays.whole : T(0), goes_on ? w.decays.less_one : T(0), w.C, w.scaled, state);
     goes_on = true;
   }
   template <int R, int W> ALWAYS_INLINE void add_rows(const Vt (&sum)[R][W], T* to) const {
@@ -678,7 +688,7 @@ template <class T> struct Ssd {
     copy_rows(s.C, rows, group * N, N, w.C_ahead, NL);
     for (int64_t h = 0; h < last - first; h++) {
       read_ahead(rows, first + h, is_first, prefixes.exponent(h, block), w);
-      next_state(rows, T(!is_first), w.C_ahead, w.dy_ahead, prefixes.at(h, block, state_size()));
+      next_state(rows, T(!is_first), T(0), w.C_ahead, w.dy_ahead, prefixes.at(h, block, state_size()));
     }
   }
   // P of the initial state, which is behind a token -1, and P before each segment's first rows ahead.

@@ -4,8 +4,8 @@
 
 ``s`` is the new residual stream; the gate is Mamba-2's (normalised after gating). The mean runs over
 groups of ``group_size`` channels, the whole row by default. A program keeps one group of a few rows in
-registers, so every tensor is read and written once; weight gradients are summed over the program's rows and
-then over programs, in a fixed order.
+registers, so every tensor is read and written once; weight gradients are summed over ROWS_TOGETHER rows, over
+the program's rows and over programs, in a fixed order, the longer sums in float64.
 
 Proven under the interpreter and by compilation; not measured on a GPU: warps a group and programs a
 multiprocessor are reasoned, not tuned.
@@ -15,6 +15,7 @@ Backward, with n = v rstd and e = weight dy:  dv = rstd (e - n mean(e n)),  dwei
 Parameters of the kernels that are not obvious:
 
     *_r: strides of rows; rows_each: rows that a program of the backward takes
+    dweight: float64 (programs, width)
     GROUP, BLOCK: channels of a group, and the power of two that holds them
     ACC: type of sums, float32 or float64
 """
@@ -34,6 +35,7 @@ MAX_GROUP = registered("rms_norm").limits("triton")[
     "group_size"
 ]  # channels that a program holds in registers
 PROGRAMS_PER_SM = 4
+ROWS_TOGETHER = 64  # whose weight gradients are summed in ACC
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -97,6 +99,7 @@ def _backward_kernel(
     HAS_DS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_DX: tl.constexpr,
+    TOGETHER: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
@@ -106,31 +109,36 @@ def _backward_kernel(
     ok = i < GROUP
     d = group * GROUP + i
     w = tl.load(weight + d, mask=ok, other=0.0).to(ACC)
-    sum_w = tl.zeros((BLOCK,), ACC)
     first = share.to(tl.int64) * rows_each
-    for k in range(0, tl.minimum(rows_each, rows - first)):
-        row = first + k
-        v = tl.load(s + row * s_r + d, mask=ok, other=0.0).to(ACC)
-        g = tl.load(dy + row * dy_r + d, mask=ok, other=0.0).to(ACC)
-        r = tl.load(rstd + row * tl.num_programs(1) + group).to(ACC)
-        if HAS_GATE:
-            z = tl.load(gate + row * gate_r + d, mask=ok, other=0.0).to(ACC)
-            p = sigmoid(z)
-            ungated = v
-            v = v * z * p
-        hat = v * r
-        sum_w += g * hat
-        g = g * w
-        dv = (g - hat * (tl.sum(g * hat, axis=0) / GROUP)) * r
-        if HAS_GATE:
-            tl.store(dgate + row * width + d, dv * ungated * p * (1.0 + z * (1.0 - p)), mask=ok)
-            dv = dv * z * p
-        if HAS_DS:
-            dv += tl.load(ds + row * ds_r + d, mask=ok, other=0.0).to(ACC)
-        tl.store(dresidual + row * width + d, dv, mask=ok)
-        if HAS_DX:
-            tl.store(dx + row * width + d, dv, mask=ok)
-    tl.store(dweight + share.to(tl.int64) * width + d, sum_w, mask=ok)
+    count = tl.minimum(rows_each, rows - first)
+    total = dweight + share.to(tl.int64) * width + d
+    for start in range(0, count, TOGETHER):
+        sum_w = tl.zeros((BLOCK,), ACC)
+        for k in range(start, tl.minimum(start + TOGETHER, count)):
+            row = first + k
+            v = tl.load(s + row * s_r + d, mask=ok, other=0.0).to(ACC)
+            g = tl.load(dy + row * dy_r + d, mask=ok, other=0.0).to(ACC)
+            r = tl.load(rstd + row * tl.num_programs(1) + group).to(ACC)
+            if HAS_GATE:
+                z = tl.load(gate + row * gate_r + d, mask=ok, other=0.0).to(ACC)
+                p = sigmoid(z)
+                ungated = v
+                v = v * z * p
+            hat = v * r
+            sum_w += g * hat
+            g = g * w
+            dv = (g - hat * (tl.sum(g * hat, axis=0) / GROUP)) * r
+            if HAS_GATE:
+                tl.store(dgate + row * width + d, dv * ungated * p * (1.0 + z * (1.0 - p)), mask=ok)
+                dv = dv * z * p
+            if HAS_DS:
+                dv += tl.load(ds + row * ds_r + d, mask=ok, other=0.0).to(ACC)
+            tl.store(dresidual + row * width + d, dv, mask=ok)
+            if HAS_DX:
+                tl.store(dx + row * width + d, dv, mask=ok)
+        before = tl.load(total, mask=ok & (start > 0), other=0.0)
+        tl.store(total, before + sum_w, mask=ok)
+        tl.debug_barrier()  # the next rows read what these have summed
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +230,7 @@ def rms_norm_backward(
     dresidual = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     dx = None if s.dtype == x_dtype else torch.empty(s.shape, dtype=x_dtype, device=s.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=s.device)
-    dweight = torch.empty((shares, width), dtype=acc, device=s.device)
+    dweight = torch.empty((shares, width), dtype=torch.float64, device=s.device)
     with common.on_device(s):
         _backward_kernel[(shares, groups)](
             *(flat_dy, flat_ds, flat_s, flat_gate, weight, rstd),
@@ -234,6 +242,7 @@ def rms_norm_backward(
             HAS_DS=ds is not None,
             HAS_GATE=gate is not None,
             HAS_DX=dx is not None,
+            TOGETHER=ROWS_TOGETHER,
             GROUP=group,
             BLOCK=block,
             ACC=common.tl_dtype(acc),

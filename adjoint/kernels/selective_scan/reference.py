@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels.plain_recurrence import (
+    CompensatedSum,
     accumulated_adjoint,
     add_final,
     initial_cotangent,
@@ -32,7 +33,7 @@ def selective_scan_forward(
     checkpoints, outputs = [], []
     for s in segments(seqlen):
         checkpoints.append(state)
-        _, h, _ = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
+        _, _, h, _ = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
         state = h[:, -1]
         y = (h * C[:, s].unsqueeze(2)).sum(-1)
         if D is not None:
@@ -44,9 +45,10 @@ def selective_scan_forward(
 def _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state):
     d = step_size(delta[:, s], delta_bias, delta_softplus)
     cut = None if reset is None else reset[:, s]
-    a = zero_where(torch.exp(d.unsqueeze(-1) * A), cut)
-    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state, cut)
-    return a, h, d
+    exponent = d.unsqueeze(-1) * A
+    a = zero_where(torch.exp(exponent), cut)
+    h = recurrence(a, (d * u[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(2), state, cut, exponent)
+    return exponent, a, h, d
 
 
 def selective_scan_backward(
@@ -74,22 +76,21 @@ def selective_scan_backward(
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (u, delta, B, C)
     )
     dz = torch.zeros_like(u)
-    dA = torch.zeros_like(A)
-    dD = None if D is None else torch.zeros_like(D)
+    dA, dD = CompensatedSum(A), None if D is None else CompensatedSum(D)
     carry = dfinal_state
     for s in reversed(segments(seqlen, undivided=windowed)):
         state = state_before(checkpoints, s)
-        a, h, d = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
+        exponent, a, h, d = _selective_states(u, delta, A, B, delta_bias, delta_softplus, reset, s, state)
         u_s, B_s, C_s, dout = u[:, s], B[:, s].unsqueeze(2), C[:, s].unsqueeze(2), dy[:, s]
         if z is not None:
             y = (h * C_s).sum(-1) + (0 if D is None else D * u_s)
             sig = torch.sigmoid(z[:, s])
             dz[:, s] = without_halo(dout * y * sig * (1 + z[:, s] * (1 - sig)), halo)
             dout = dout * z[:, s] * sig
-        g = add_final(dout.unsqueeze(-1) * C_s, carry)
+        g = dout.unsqueeze(-1) * C_s
         cut = None if reset is None else reset[:, s]
-        mu = accumulated_adjoint(g, a, window, cut)
-        carry = initial_cotangent(g, a, window, mu, cut)
+        mu = accumulated_adjoint(g, a, window, cut, exponent, carry)
+        carry = initial_cotangent(add_final(g, carry), a, window, mu, cut)
         mu, dout = without_halo(mu, halo), without_halo(dout, halo)
         through_a = zero_where(mu * a * previous_states(h, state), cut)
         into_b = (mu * B_s).sum(-1)
@@ -98,8 +99,9 @@ def selective_scan_backward(
         dC[:, s] = (dout.unsqueeze(-1) * h).sum(2)
         dd = (through_a * A).sum(-1) + u_s * into_b
         ddelta[:, s] = softplus_gradient(dd, delta[:, s], delta_bias) if delta_softplus else dd
-        dA += (through_a * d.unsqueeze(-1)).sum((0, 1))
+        dA.add((through_a * d.unsqueeze(-1)).sum((0, 1)))
         if dD is not None:
-            dD += (dout * u_s).sum((0, 1))
+            dD.add((dout * u_s).sum((0, 1)))
     dbias = None if delta_bias is None else ddelta.sum((0, 1))
-    return du, ddelta, dA, dB, dC, dD, None if z is None else dz, dbias, carry
+    sum_D = None if dD is None else dD.total
+    return du, ddelta, dA.total, dB, dC, sum_D, None if z is None else dz, dbias, carry

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels.plain_recurrence import (
+    CompensatedSum,
     accumulated_adjoint,
     add_final,
     initial_cotangent,
@@ -23,9 +24,10 @@ def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
     return x.shape[0], len(segments(x.shape[1])), *x.shape[2:], B.shape[-1]
 
 
-def _states(x, d, decay, B, reset, s, state):
+def _states(x, d, A, decay, B, reset, s, state):
     inputs = (d[:, s].unsqueeze(-1) * x[:, s]).unsqueeze(-1) * B[:, s].unsqueeze(3)
-    return recurrence(decay[:, s, :, None, None], inputs, state, None if reset is None else reset[:, s])
+    exponent, cut = (d[:, s] * A)[..., None, None], None if reset is None else reset[:, s]
+    return recurrence(decay[:, s, :, None, None], inputs, state, cut, exponent)
 
 
 def _prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset):
@@ -42,7 +44,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     checkpoints, outputs = [], []
     for s in segments(seqlen):
         checkpoints.append(state)
-        h = _states(x, d, decay, B, reset, s, state)
+        h = _states(x, d, A, decay, B, reset, s, state)
         state = h[:, -1]
         y = (h * C[:, s].unsqueeze(3)).sum(-1)
         outputs.append(y if D is None else y + D.unsqueeze(-1) * x[:, s])
@@ -71,16 +73,16 @@ def ssd_scan_backward(
     d, decay, B, C = _prepare(x, dt, A, B, C, dt_bias, dt_softplus, reset)
     dx, dd, ddecay = torch.zeros_like(x), torch.zeros_like(d), torch.zeros_like(d)
     dB, dC = torch.zeros_like(B), torch.zeros_like(C)
-    dD = None if D is None else torch.zeros_like(D)
+    dD = None if D is None else CompensatedSum(D)
     carry = dfinal_state
     for s in reversed(segments(seqlen, undivided=windowed)):
         state = state_before(checkpoints, s)
-        h = _states(x, d, decay, B, reset, s, state)
+        h = _states(x, d, A, decay, B, reset, s, state)
         a, x_s, d_s, dout = decay[:, s, :, None, None], x[:, s], d[:, s].unsqueeze(-1), dy[:, s]
-        g = add_final(dout.unsqueeze(-1) * C[:, s].unsqueeze(3), carry)
+        g = dout.unsqueeze(-1) * C[:, s].unsqueeze(3)
         cut = None if reset is None else reset[:, s]
-        mu = accumulated_adjoint(g, a, window, cut)
-        carry = initial_cotangent(g, a, window, mu, cut)
+        mu = accumulated_adjoint(g, a, window, cut, (d[:, s] * A)[..., None, None], carry)
+        carry = initial_cotangent(add_final(g, carry), a, window, mu, cut)
         mu, dout = without_halo(mu, halo), without_halo(dout, halo)
         into_b = (mu * B[:, s].unsqueeze(3)).sum(-1)
         dx[:, s] = d_s * into_b + (0 if D is None else D.unsqueeze(-1) * dout)
@@ -89,12 +91,12 @@ def ssd_scan_backward(
         dB[:, s] = (mu * (d_s * x_s).unsqueeze(-1)).sum(3)
         dC[:, s] = (dout.unsqueeze(-1) * h).sum(3)
         if dD is not None:
-            dD += (dout * x_s).sum((0, 1, 3))
+            dD.add((dout * x_s).sum((0, 1, 3)))
     ddt, dA = ssd_step_gradients(dd, ddecay * decay, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dB = dB.unflatten(2, (groups, -1)).sum(3)
     dC = dC.unflatten(2, (groups, -1)).sum(3)
-    return dx, ddt, dA, dB, dC, dD, dbias, carry
+    return dx, ddt, dA, dB, dC, None if dD is None else dD.total, dbias, carry
 
 
 def ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus):

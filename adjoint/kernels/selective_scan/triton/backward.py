@@ -28,7 +28,8 @@ Parameters that are not obvious, beside those in `forward`:
     carried: a_{t+1} mu_{t+1} at the right edge of each split, (batch, splits, d_state, d_inner), which
         becomes that at its left edge
     scratch: what a program keeps in memory, see above
-    dB, dC: (batch, programs, seqlen, d_state), dA, dD, dbias: (batch, splits, ...): partial sums
+    dB, dC: (batch, programs, seqlen, d_state), dA, dD, dbias: (batch, splits × parts, ...): partial
+        sums, a part for TOGETHER stretches
     ROWS: rows of 8 channels a program holds; EVEN: whether d_state is N, so that no load needs a mask
 """
 
@@ -268,6 +269,7 @@ def backward_kernel(
     SOFTPLUS: tl.constexpr,
     EVEN: tl.constexpr,
     EVERY: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SPAN: tl.constexpr,
     STEPS: tl.constexpr,
     N: tl.constexpr,
@@ -297,7 +299,7 @@ def backward_kernel(
     shares = (batch * n_programs + program) * seqlen + first  # of dB and dC
     per_batch = tl.cast(d_inner, tl.int64) * d_state
     edge = (batch * n_splits + split) * per_batch
-    sums = (batch * n_splits + split) * d_inner
+    parts = (split_len // EVERY + 2) // TOGETHER + 1
     n_checkpoints = (seqlen + EVERY - 1) // EVERY
     # This program's scratch: fine marks (EVERY // STEPS, ROWS, d_state, LANES), of which each thread reads
     # back what it wrote; d and d u of a stretch; of a span, dy silu(z), sums over states, dB and dC.
@@ -485,13 +487,16 @@ def backward_kernel(
             if HAS_BIAS:
                 sum_bias += tl.sum(tl.where(ok, dstep, 0.0), axis=0)
             tl.debug_barrier()
-        again = back > 0  # this split's earlier stretches have left their sums
+        again = back % TOGETHER > 0  # this partial sum's earlier stretches have left their sums
+        partial_sum = (batch * n_splits + split) * parts + back // TOGETHER
         for r in tl.static_range(ROWS):
             state_ok = n_ok[:, None] & (d + r * LANES < d_inner)[None, :]
             tl.store(carried + edge + state + r * LANES, c[r], mask=state_ok)
-            before = tl.load(dA + edge + state + r * LANES, mask=state_ok & again, other=0.0)
-            tl.store(dA + edge + state + r * LANES, before + sum_A[r], mask=state_ok)
-        at = sums + dw
+            before = tl.load(
+                dA + partial_sum * per_batch + state + r * LANES, mask=state_ok & again, other=0.0
+            )
+            tl.store(dA + partial_sum * per_batch + state + r * LANES, before + sum_A[r], mask=state_ok)
+        at = partial_sum * d_inner + dw
         if HAS_D:
             before = tl.load(dD + at, mask=(dw < d_inner) & again, other=0.0)
             tl.store(dD + at, before + sum_D, mask=dw < d_inner)

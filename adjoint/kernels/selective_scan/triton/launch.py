@@ -31,6 +31,7 @@ from adjoint.kernels.triton import common
 
 SPAN = 8  # tokens of which the backward does at once what is not by states
 UNROLL = 4  # tokens the forward walks at once
+STRETCHES_TOGETHER = 32  # whose dA, dD and dbias are one float32 sum: longer ones would lose digits
 SHORTEST_SPLIT = 128  # tokens; a shorter split is not worth its share of the pass over splits
 MOST_CHANNELS = 256  # over which a backward program sums dB and dC
 # Writing a program's dB and dC and reading them again takes about this share of a block of channels' time.
@@ -272,9 +273,11 @@ def selective_scan_backward(
     dz = None if z is None else empty(*u.shape, dtype=z.dtype)
     dB_parts = empty(batch, programs, seqlen, d_state)
     dC_parts = empty(batch, programs, seqlen, d_state)
-    dA_parts = empty(batch, splits, d_state, d_inner)
-    dD_parts = None if D is None else empty(batch, splits, d_inner)
-    dbias_parts = None if delta_bias is None else empty(batch, splits, d_inner)
+    # Each split's stretches, STRETCHES_TOGETHER in a part; a split may leave its last parts as they are.
+    parts = splits * ((split_len // saved.CHECKPOINT + 2) // STRETCHES_TOGETHER + 1)
+    dA_parts = empty(batch, parts, d_state, d_inner).zero_()
+    dD_parts = None if D is None else empty(batch, parts, d_inner).zero_()
+    dbias_parts = None if delta_bias is None else empty(batch, parts, d_inner).zero_()
     marks = saved.CHECKPOINT // steps * (1 if window is None else 3)
     span = min(SPAN, saved.CHECKPOINT)
     per_channel, recent = (
@@ -345,6 +348,7 @@ def selective_scan_backward(
                 HAS_D=D is not None,
                 EVEN=d_state == n,
                 EVERY=saved.CHECKPOINT,
+                TOGETHER=STRETCHES_TOGETHER,
                 SPAN=span,
                 STEPS=steps,
                 N=n,
@@ -436,6 +440,7 @@ def _windowed(
         HAS_D=D is not None,
         HAS_BIAS=flags["HAS_BIAS"],
         SOFTPLUS=flags["SOFTPLUS"],
+        TOGETHER=STRETCHES_TOGETHER,
         STEPS=steps,
         N=n,
         LANES=lanes,

@@ -236,6 +236,7 @@ def backward_kernel(
     HAS_FINAL: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     EVERY: tl.constexpr,
+    TOGETHER: tl.constexpr,
     STEPS: tl.constexpr,
     N: tl.constexpr,
     LANES: tl.constexpr,
@@ -257,7 +258,7 @@ def backward_kernel(
         z += batch * z_b
     shares = (batch * n_programs + program) * seqlen
     edge = (batch * n_splits + split) * per_batch
-    sums = (batch * n_splits + split) * d_inner
+    parts = (split_len // EVERY + 2) // TOGETHER + 1
     marks = (seqlen + EVERY - 1) // EVERY
     tile: tl.constexpr = N * LANES
     marks_size: tl.constexpr = (EVERY // STEPS) * 3 * tile
@@ -274,7 +275,7 @@ def backward_kernel(
     walk = (n_blocks - program + n_programs - 1) // n_programs  # blocks of channels of this program
     for visit in range(0, (s_last - s_first + 1).to(tl.int32) * walk):
         back, nth = visit // walk, visit % walk
-        again = back > 0  # this split's earlier stretches have left their sums
+        again = back > 0  # this split's later stretch has left what it carries
         d = (program + nth * n_programs) * LANES + tl.arange(0, LANES)
         d_ok = d < d_inner
         ok = n_ok[:, None] & d_ok[None, :]
@@ -451,14 +452,16 @@ def backward_kernel(
         add_recent(dC, recent_C, shares + begin, low, tokens, n, n_ok, d_state, nth > 0, N, EVERY)
         tl.store(carried + (edge * 2 + state), c, mask=ok)
         tl.store(carried + (edge * 2 + per_batch + state), across, mask=ok)
-        before = tl.load(dA + edge + state, mask=ok & again, other=0.0)
-        tl.store(dA + edge + state, before + sum_A, mask=ok)
+        again = back % TOGETHER > 0  # this partial sum's earlier stretches have left their sums
+        partial_sum = (batch * n_splits + split) * parts + back // TOGETHER
+        before = tl.load(dA + partial_sum * per_batch + state, mask=ok & again, other=0.0)
+        tl.store(dA + partial_sum * per_batch + state, before + sum_A, mask=ok)
         if HAS_D:
-            before = tl.load(dD + sums + d, mask=d_ok & again, other=0.0)
-            tl.store(dD + sums + d, before + sum_D, mask=d_ok)
+            before = tl.load(dD + partial_sum * d_inner + d, mask=d_ok & again, other=0.0)
+            tl.store(dD + partial_sum * d_inner + d, before + sum_D, mask=d_ok)
         if HAS_BIAS:
-            before = tl.load(dbias + sums + d, mask=d_ok & again, other=0.0)
-            tl.store(dbias + sums + d, before + sum_bias, mask=d_ok)
+            before = tl.load(dbias + partial_sum * d_inner + d, mask=d_ok & again, other=0.0)
+            tl.store(dbias + partial_sum * d_inner + d, before + sum_bias, mask=d_ok)
         if (split == 0) & (begin == s_first * EVERY):
             tl.store(c_out + batch * per_batch + state, c, mask=ok)
         tl.debug_barrier()  # the next visit overwrites the marks, and reads what this one has summed

@@ -1,0 +1,236 @@
+"""Digits that float32 keeps over many tokens and on hard inputs, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjoint.engine.tile import Gradients
+from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.gated_delta_rule import gated_delta_rule
+from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.rms_norm import rms_norm
+from adjoint.kernels.selective_scan import selective_scan
+from adjoint.kernels.ssd_scan import ssd_scan
+from tests.kernels.helpers import BACKENDS, INTERPRETED, run_interpreted
+from tests.model_helpers import relative
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Operation = Callable[..., Any]
+LARGE = 2.0**24  # the first float32 to which adding 1 changes nothing
+
+
+def norm(x: Tensor, weight: Tensor, backend: str) -> Tensor:
+    return rms_norm(x, weight, eps=0.0, backend=backend)
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
+    return causal_conv1d(x, weight, bias, backend=backend)[0]
+
+
+def selective(x: Tensor, A: Tensor, D: Tensor, bias: Tensor, backend: str) -> Tensor:
+    delta, B = x * 0.5, x[:, :, :3]
+    return selective_scan(x, delta, A, B, B, D, None, bias, backend=backend)[0]
+
+
+def ssd(x: Tensor, A: Tensor, D: Tensor, bias: Tensor, backend: str) -> Tensor:
+    x = x.unflatten(-1, (2, -1))
+    dt, B = x[..., 0] * 0.5, x[:, :, :1].expand(-1, -1, -1, x.shape[-1])
+    return ssd_scan(x, dt, A, B, B, D, None, bias, backend=backend)[0].flatten(2)
+
+
+def ssd_in_blocks(x: Tensor, A: Tensor, D: Tensor, bias: Tensor, backend: str) -> Tensor:
+    """States large enough for the CPU kernels' matrix products."""
+    B = x[:, :, None, :4].repeat(1, 1, 1, 4)
+    x = x.unflatten(-1, (2, -1)).repeat(1, 1, 1, 8)
+    return ssd_scan(x, x[..., 0] * 0.5, A, B, B, D, None, bias, backend=backend)[0].flatten(2)
+
+
+SUMS = {
+    "rms_norm": (norm, [torch.ones(4)]),
+    "causal_conv1d": (conv, [torch.full((4, 4), 0.5), torch.ones(4)]),
+    "selective_scan": (selective, [-torch.ones(4, 3), torch.ones(4), torch.full((4,), 0.1)]),
+    "ssd_scan": (ssd, [-torch.ones(2), torch.ones(2), torch.full((2,), 0.1)]),
+    "ssd_scan in blocks": (ssd_in_blocks, [-torch.ones(2), torch.ones(2), torch.full((2,), 0.1)]),
+}
+
+
+def gradients(f: Operation, x: Tensor, parameters: list[Tensor], dy: Tensor, backend: str) -> list[Tensor]:
+    """Return the parameters' gradients, in x's dtype."""
+    leaves = [p.to(x.dtype).requires_grad_() for p in parameters]
+    y = f(x, *leaves, backend=backend)
+    return list(torch.autograd.grad(y, leaves, dy.to(x.dtype).expand_as(y)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_summed_over_many_tokens(name: str, backend: str) -> None:
+    """Summands of one sign lose a digit every ten thousand tokens in one float32 sum."""
+    f, parameters = SUMS[name]
+    x = torch.rand(2, (1 << 17) + 5, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    expected = gradients(f, x.double(), parameters, torch.ones(1), "cpu")
+    for a, b in zip(gradients(f, x, parameters, torch.ones(1), backend), expected, strict=True):
+        assert relative(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SUMS)
+def test_many_small_summands_beside_a_large_one(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running float32 sum of the weight's, bias' or D's gradient from 2^24 on would lose every 1."""
+    f, parameters = SUMS[name]
+    seqlen = 643
+    if INTERPRETED:  # one program takes all tokens
+        from adjoint.kernels.selective_scan.triton import launch
+        from adjoint.kernels.triton import common
+
+        seqlen = 203
+        monkeypatch.setattr(common, "programs_that_fill", lambda *_: 1)
+        monkeypatch.setattr(launch, "STRETCHES_TOGETHER", 2)
+    x, dy = torch.ones(1, seqlen, 4), torch.ones(1, seqlen, 1)
+    dy[:, [0, -1]] = LARGE
+    got, expected = (
+        gradients(f, x.to(dtype), parameters, dy, backend)[0 if f is norm else 1].double()
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert (got - expected).abs().max() < 0.5 * (expected.max() % (2 * LARGE))
+
+
+def linear(a: Tensor, b: Tensor, state: Tensor, backend: str) -> tuple[Tensor, ...]:
+    return (linear_scan(a, b, state, backend=backend),)
+
+
+def results(f: Operation, inputs: list[Tensor], backend: str) -> list[Tensor]:
+    """Outputs, and gradients of the inputs."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    outputs = f(*leaves, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, cotangents)]
+
+
+def assert_same_digits(f: Operation, inputs: list[Tensor], backend: str, rtol: float) -> None:
+    """Raise AssertionError unless results in float32 are those in float64."""
+    expected = results(f, [t.double() for t in inputs], backend)
+    for a, b in zip(results(f, inputs, backend), expected, strict=True):
+        assert relative(a, b) < rtol
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rate", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("d_state", [3, 16])
+def test_decays_near_1_over_many_tokens(d_state: int, rate: float, backend: str) -> None:
+    """The exponential of a small rate rounds the same way at every token, by 3e-8."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen = 2, 8195
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    def ssd_scan_of(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor, backend: str) -> Any:
+        return ssd_scan(x, dt, A, B, C, initial_state=h, backend=backend)
+
+    def selective_scan_of(
+        u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor, backend: str
+    ) -> Any:
+        return selective_scan(u, dt, A, B, C, initial_state=h, backend=backend)
+
+    A = -torch.tensor([1.0, 2.0, 1e4])
+    inputs = [normal(seqlen, 3, 8), torch.full((batch, seqlen, 3), rate), A]
+    inputs += [normal(seqlen, 1, d_state), normal(seqlen, 1, d_state), normal(3, 8, d_state)]
+    assert_same_digits(ssd_scan_of, inputs, backend, 1e-5)
+    states = A[:, None] * torch.linspace(1, 2, d_state)
+    inputs = [normal(seqlen, 3), torch.full((batch, seqlen, 3), rate), states]
+    inputs += [normal(seqlen, d_state), normal(seqlen, d_state), normal(3, d_state)]
+    assert_same_digits(selective_scan_of, inputs, backend, 1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("decays", [1, 5])
+def test_a_linear_scan_with_decays_near_1(decays: int, backend: str) -> None:
+    """Beside those that are not; what a token takes from the state is as small as its last digit."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen = 2, 32_771
+    rates = torch.tensor([1e-7, 0.0, 1e-4, 0.3, 1.0])[:decays]
+    b = torch.randn(batch, seqlen, 5, generator=generator)
+    inputs = [(1 - rates).expand(batch, seqlen, decays), b, 100 * b[:, 0]]
+    assert_same_digits(linear, inputs, backend, 1e-5)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, backend: str
+) -> tuple[Tensor, ...]:
+    return gated_delta_rule(q, k, v, g, beta, initial_state=h, backend=backend)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no change in Triton's kernels")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strong", [-200.0, -1e4, -1e6])
+def test_a_delta_rule_with_a_strong_decay(strong: float, backend: str) -> None:
+    """A strong decay leaves those of the tokens after it in a block their digits."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen, heads = 2, 195, 3
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(normal(seqlen, heads, 16), dim=-1) for _ in range(2))
+    g = -torch.nn.functional.softplus(normal(seqlen, heads) - 3)
+    g[0, 5::50] = strong
+    g[1] *= 16
+    beta = torch.sigmoid(normal(seqlen, heads))
+    inputs = [q, k, normal(seqlen, heads, 24), g, beta, normal(heads, 16, 24)]
+    assert_same_digits(delta_rule, inputs, backend, 2e-6)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
+def test_vectors_summed_over_many_chunks() -> None:
+    """Chunks' gradients as one, one by one or with others of their kind; the first may be the largest."""
+    vector, scalar, matrix = torch.zeros(3), torch.zeros(()), torch.zeros(2, 2)
+    generator = torch.Generator().manual_seed(0)
+    terms = [
+        {p: torch.rand(p.shape, generator=generator) + 0.5 for p in (vector, scalar, matrix)}
+        for _ in range(5_000)
+    ]
+    for add_together in (False, True):
+        sums = Gradients()
+        for chunk in terms:
+            if add_together:
+                sums.add_all([*chunk.items(), (vector, chunk[vector].bfloat16())])
+            else:
+                for parameter, gradient in chunk.items():
+                    sums.add(parameter, gradient)
+        for parameter in (vector, scalar, matrix):
+            expected = sum(chunk[parameter].double() for chunk in terms)
+            if add_together and parameter is vector:
+                expected = expected + sum(chunk[vector].bfloat16().double() for chunk in terms)
+            got = sums.get(parameter)
+            assert got is not None
+            assert relative(got, expected) < (1e-5 if parameter is matrix else 6e-8)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels already")
+def test_under_the_interpreter() -> None:
+    """Triton's kernels on the CPU."""
+    pytest.importorskip("triton")
+    said = run_interpreted(
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "triton and (rms_norm or selective)",
+    )
+    assert " passed" in said
