@@ -80,7 +80,10 @@ class Gradients:
             self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         if total is not None:
-            self._add_to_sums([(parameter, gradient)])
+            if gradient.dim() > 1 or gradient.numel() > MAX_COMPENSATED_NUMEL:
+                total += gradient
+            else:
+                self._add_vector(parameter, total, gradient)
             return
         self.excess.pop(parameter, None)
         if parameter in self.room:
@@ -104,6 +107,14 @@ class Gradients:
                 self.add(parameter, gradient)
         for same_class in pairs.values():  # one launch takes no tensors and DTensors together
             self._add_to_sums(same_class)
+
+    def _add_vector(self, parameter: Tensor, total: Tensor, gradient: Tensor) -> None:
+        """Add a vector to an existing sum, compensated."""
+        term, excess = gradient.to(total.dtype), self.excess.get(parameter)
+        term = term if excess is None else term - excess
+        new_total = total + term
+        self.excess[parameter] = new_total - total - term
+        total.copy_(new_total)
 
     def _add_to_sums(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add (parameter, gradient) pairs of one class of tensors to existing sums."""

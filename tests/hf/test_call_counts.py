@@ -103,7 +103,7 @@ def test_a_second_step_asks_what_is_new() -> None:
     assert len(forward.files()) <= 42
     assert forward.kernel_frames <= 23
     assert backward.total(HF) <= 208
-    assert backward.total() <= 1810
+    assert backward.total() <= 1857  # 39 of them add a vector, compensated
 
 
 def print_counts(counts: CallCounts) -> None:
