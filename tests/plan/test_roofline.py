@@ -82,7 +82,7 @@ def test_a_host_needs_as_long_for_short_chunks_as_for_long_ones() -> None:
     assert short.forward == pytest.approx([2 * t for t in long.forward])
     assert queued(setup_of("mamba", chunk=512, batch=8)) == short
     operators = [times[0] * 512 / OPERATOR_QUEUE_S for times in (short.forward, short.backward)]
-    assert 5 < operators[0] < operators[1] < 50
+    assert 5 < operators[0] < operators[1] < 60  # of which each vector's compensated sum has five
     least = roofline(setup_of("mamba", chunk=512), H100, "")
     both = least.at_least(short)
     assert both.forward == tuple(map(max, least.forward, short.forward)) and both.serial == least.serial
