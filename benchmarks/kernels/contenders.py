@@ -20,7 +20,6 @@ from torch import Tensor
 
 from adjoint.kernels.causal_conv1d.reference import causal_conv1d_forward
 from adjoint.kernels.libraries import LIBRARIES
-from adjoint.kernels.plain_recurrence import recurrence
 from adjoint.kernels.rms_norm import rms_norm
 from benchmarks.kernels.operations import EPS, OPS, Tensors
 
@@ -159,6 +158,8 @@ def _selective_loop(u: Tensor, C: Tensor, D: Tensor, z: Tensor, **parts: Tensor)
 
 
 def _selective_plain(u: Tensor, C: Tensor, D: Tensor, z: Tensor, **parts: Tensor) -> Tensor:
+    from adjoint.kernels.plain_recurrence import recurrence  # here, as `--before` has it under another name
+
     h = recurrence(*_selective_parts(u, **parts))
     return (((h * C.unsqueeze(2)).sum(-1) + D * u) * F.silu(z)).to(u.dtype)
 
