@@ -503,7 +503,7 @@ METHODS: dict[str, type[Method]] = {
 
 def check_stack_method(method: object) -> None:
     """Raise a ValueError if an object is no method, or none that runs a `Stack`."""
-    if not isinstance(method, Method):
+    if isinstance(method, type) or not isinstance(method, Method):
         raise ValueError(f"method must be an object such as adjoint.Exact(), got {method!r}")
     if why := method.why_not("stack"):
         raise ValueError(why)
@@ -517,7 +517,9 @@ def check_bidirectional_method(method: Method) -> None:
 
 def check_wrapped_method(method: object) -> None:
     """Raise a ValueError if an object is no method, or none that runs a model of transformers."""
-    why = method.why_not("wrapped") if isinstance(method, Method) else WRAPPED
+    why: str | None = WRAPPED
+    if isinstance(method, Method) and not isinstance(method, type):
+        why = method.why_not("wrapped")
     if why:
         raise ValueError(f"{why}; got {method!r}")
 

@@ -152,5 +152,5 @@ def test_a_checkpoint_that_is_taken_though_it_is_damaged_is_found(monkeypatch: p
         "name": "run/checkpoints/step-00000003/model.safetensors",
     }
     assert judge(case) == ("", "")
-    monkeypatch.setattr("adjoint.formats.checkpoint_files.verify_checkpoint", lambda path: None)
+    monkeypatch.setattr("adjoint.checkpoint.verify_checkpoint", lambda path: None)
     assert judge(case)[0] == "Deviation"

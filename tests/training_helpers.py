@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
-from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints
 from adjoint.train.checkpoint import model_files, save_checkpoint
 from tests.model_helpers import assert_same
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from adjoint.checkpoint import StoredTensors
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.chunk_size import memory_of
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import StoredTensors
 from adjoint.hf.model_parts import PassThrough, backbone_of
 from adjoint.hf.split import Pretrained, verify_description
 from adjoint.hf.transformers_api import loads_unchanged

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, labelled
+from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.process_group import DistributedTransport
 from adjoint.cluster.spec import ShardSpec
@@ -34,7 +35,6 @@ from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import FileEntry, StoredTensors
 from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import draw_seed

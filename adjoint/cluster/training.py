@@ -20,6 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from adjoint.checkpoint import (
+    FileEntry,
+    NoWholeCheckpoint,
+    TrainerState,
+    newest_checkpoint,
+    read_rng,
+    read_trainer,
+    verify_trained_state,
+)
 from adjoint.cluster import placement, torchrun
 from adjoint.cluster.group import Group
 from adjoint.cluster.recovery import ShardFailure
@@ -29,15 +38,6 @@ from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.engine.worker_rules import CutModel
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import (
-    FileEntry,
-    NoWholeCheckpoint,
-    TrainerState,
-    newest_checkpoint,
-    read_rng,
-    read_trainer,
-    verify_trained_state,
-)
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import check_config

@@ -451,6 +451,8 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     streamed."""
     name, _, split = text.removeprefix("hf:").partition(":")
     split = split or "train"
+    if not name:
+        raise UserError(f"{key} {text}: name a data set of the hub, such as hf:roneneldan/TinyStories:train")
     path = Path(f"hf:{name}:{split}")
     try:
         import datasets

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from adjoint.data.chat import ChatEncoder
+from adjoint.data.progress import Progress
 from adjoint.data.sources import (
     Chat,
     Nucleotides,
@@ -47,7 +48,6 @@ from adjoint.files import (
     write_atomically,
 )
 from adjoint.layers.packed_documents import document_ends
-from adjoint.progress import Progress
 
 _FORMAT = 5  # increase it whenever the same sources would give other tokens or another file layout
 _HASH_WHOLE = 256 << 20  # bytes; a larger file is hashed in samples, so that opening it stays quick

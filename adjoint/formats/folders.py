@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
 from adjoint.formats import FORMATS, file_format_of, format_of
-from adjoint.formats.checkpoint_files import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig

@@ -47,7 +47,7 @@ MIXERS = _Mixers(
         "gated_deltanet": "gated_deltanet:GatedDeltaNetMixer",
         "kda": "gated_deltanet:KDAMixer",
         "mamba3": "mamba3:Mamba3Mixer",
-        "rwkv7": "rwkv7:RWKV7Mixer",
+        "rwkv7": "rwkv7_mixer:RWKV7Mixer",
     }
 )
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]

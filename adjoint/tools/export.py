@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import (
     CharTokenizer,
     byte_tokenizer_files,
@@ -25,7 +26,6 @@ from adjoint.data.tokenizer import (
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, unfinished_path
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
-from adjoint.formats.checkpoint_files import read_trainer
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.train.checkpoint import merged_model, write_file

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adjoint.checkpoint import StoredTensors
 from adjoint.engine.tile import reset_rows
-from adjoint.formats.checkpoint_files import StoredTensors
 from adjoint.layers import State
 from adjoint.layers.init import seed_of
 

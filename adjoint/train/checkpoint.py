@@ -1,5 +1,5 @@
 """Checkpoints are written, and loaded into a model and its optimizer; their format is that of
-`adjoint.formats.checkpoint_files`.
+`adjoint.checkpoint`.
 
 A checkpoint is written to a hidden folder beside its place, every file is flushed to the disk, the manifest
 goes in last, and one rename makes it appear. Whoever is killed at any moment therefore leaves the old
@@ -20,9 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from adjoint.errors import UserError
-from adjoint.files import disk_errors, flush
-from adjoint.formats.checkpoint_files import (
+from adjoint.checkpoint import (
     FORMAT,
     MANIFEST,
     REMOVING,
@@ -38,6 +36,8 @@ from adjoint.formats.checkpoint_files import (
     step_of,
     verify_checkpoint,
 )
+from adjoint.errors import UserError
+from adjoint.files import disk_errors, flush
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carry_state import STEM

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import has_no_files, tokenizer_files
 from adjoint.errors import UserError
 from adjoint.formats import file_format_of
-from adjoint.formats.checkpoint_files import read_trainer
 
 Section = Mapping[str, Any]  # of a configuration, as plain values by key
 ConfigDict = Mapping[str, Section]  # a configuration by section

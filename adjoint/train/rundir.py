@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from adjoint.checkpoint import checkpoint_at, newest_checkpoint, warn_of_lost_files
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, is_utf8, remove_unfinished, write_atomically
-from adjoint.formats.checkpoint_files import checkpoint_at, newest_checkpoint, warn_of_lost_files
 from adjoint.train.config import RunConfig
 from adjoint.train.metrics import MetricsRow
 from adjoint.train.places import RUNS, run_at

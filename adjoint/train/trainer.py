@@ -18,13 +18,7 @@ import torch
 import torch.distributed as dist
 
 from adjoint.batch import IGNORE_INDEX, labelled
-from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
-from adjoint.data.masking import EVALUATION, TRAINING, Masking
-from adjoint.data.tokenizer import Tokenizer, describe_boundaries
-from adjoint.engine.generators import set_torch_states, torch_states
-from adjoint.errors import UserError
-from adjoint.files import write_atomically
-from adjoint.formats.checkpoint_files import (
+from adjoint.checkpoint import (
     FileEntry,
     StoredTensors,
     TrainerState,
@@ -32,6 +26,12 @@ from adjoint.formats.checkpoint_files import (
     set_aside_after,
     step_of,
 )
+from adjoint.data.batches import TEXT_KEYS, Data, OtherPlace, open_data
+from adjoint.data.masking import EVALUATION, TRAINING, Masking
+from adjoint.data.tokenizer import Tokenizer, describe_boundaries
+from adjoint.engine.generators import set_torch_states, torch_states
+from adjoint.errors import UserError
+from adjoint.files import write_atomically
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
 from adjoint.parallel.split_tensors import local

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import shard as shard_module
 from adjoint.cluster.group import ShardActor
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.engine.executor import Executor
-from adjoint.formats.checkpoint_files import list_checkpoints
 from tests.training_helpers import metrics
 
 FLAGS: dict[str, Any] = {

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from adjoint import Exact, LayerLocal, Stack, StackConfig, Truncated
+from adjoint.checkpoint import verify_checkpoint
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.spec import ShardSpec
 from adjoint.cluster.training import StackInShards
@@ -22,7 +23,6 @@ from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import Owners, Send
 from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import verify_checkpoint
 from adjoint.layers import WINDOWED
 from adjoint.parallel import transport as transport_module
 from adjoint.parallel.transport import sum_gradients

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.formats.checkpoint_files import StoredTensors
+from adjoint.checkpoint import StoredTensors
 from tests.cluster import faults
 from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, files, told
 from tests.training_helpers import tiny, train_tiny

@@ -23,11 +23,11 @@ import pytest
 import torch
 
 from adjoint import Exact, StackConfig
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.placement import Resources
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import list_checkpoints
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from adjoint.train.layout import Layout
 from tests.training_helpers import metrics, same_training, tiny, train_tiny

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster import group as group_module
 from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.training import ShardedTrainer
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import list_checkpoints
 from adjoint.train.config import Config
 from tests.cluster import faults
 from tests.cluster.faults import FLAGS, MOMENTS, assert_undisturbed, told

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cluster.torchrun import ProcessRank, gpu_of
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import list_checkpoints
 from tests.cluster.processes import started, torchrun
 from tests.training_helpers import metrics, same_training, tiny, train_tiny, weights
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
-from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints
 from adjoint.train.layout import Layout
 from tests.cluster.processes import started, torchrun, wait_for
 from tests.hf.hf_models import float64_throughout, make, transformers

@@ -92,6 +92,7 @@ def test_tables_of_the_datasets_library(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"data\.validation_path: .*hf:org/name:train is trained on too"):
         open_data(DataConfig(path="hf:org/name", validation_path="hf:org/name:train", text_field="body"))
     for path, field, said in [
+        ("hf:", "body", r"data.path hf:: name a data set of the hub"),
         ("hf:nowhere", "body", r"data.path hf:nowhere: no such dataset"),
         ("hf:org/name", "text", r"hf:org/name:train: no field 'text'; there are 'id', 'body'"),
         ("hf:org/name", "id", r"field 'id' is int, not text"),

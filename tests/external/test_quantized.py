@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
+from adjoint.checkpoint import StoredTensors
 from adjoint.cli import main
-from adjoint.formats.checkpoint_files import StoredTensors
 from adjoint.train.checkpoint import trained_model
 from adjoint.train.quantization import transformers_config
 from tests.hf.hf_models import errors, loss_and_gradients, make, make_batch

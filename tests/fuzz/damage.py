@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from adjoint.formats.checkpoint_files import list_checkpoints, step_of
+from adjoint.checkpoint import list_checkpoints, step_of
 from adjoint.kernels.cpu import build as cpu_build
 from tests.fuzz.oracle import Case, Deviation, Refusal, Vacuous
 from tests.training_helpers import run, tiny

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints
+from adjoint.checkpoint import StoredTensors, list_checkpoints
 from tests.hosts.hosts import REPOSITORY, Host, await_text, ended
 from tests.training_helpers import same_training, tiny, train_tiny
 

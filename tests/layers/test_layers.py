@@ -234,6 +234,7 @@ def test_arguments_that_do_not_fit_are_named(method: object) -> None:
             "runs the backward of a loss: give labels, return_hidden_states, or no method",
         ),
         ((ids, ids), {"method": "exact"}, r"method must be an object such as adjoint.Exact\(\), got 'exact'"),
+        ((ids, ids), {"method": Exact}, r"method must be an object such as adjoint.Exact\(\), got <class"),
     ]
     for (input_ids, labels), options, message in wrong:
         with pytest.raises(ValueError, match=message):

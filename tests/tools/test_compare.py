@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adjoint.cli import main
-from adjoint.progress import duration_text
+from adjoint.data.progress import duration_text
 from adjoint.tools.compare import report
 from adjoint.tools.compare.time_estimate import TimeEstimate
 from adjoint.tools.measure.passes import longest

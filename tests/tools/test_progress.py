@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from adjoint import progress
-from adjoint.progress import Progress, Waiting
+from adjoint.data import progress
+from adjoint.data.progress import Progress, Waiting
 
 
 def test_a_piped_task_writes_how_far_it_is(

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import adjoint.train.checkpoint as checkpoint_module
-from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import (
+from adjoint.checkpoint import (
     DamagedCheckpoint,
     StoredTensors,
     list_checkpoints,
@@ -23,6 +22,7 @@ from adjoint.formats.checkpoint_files import (
     verify_checkpoint,
     verify_trained_state,
 )
+from adjoint.errors import UserError
 from adjoint.train.checkpoint import load_checkpoint, model_files, save_checkpoint
 from tests.training_helpers import exit_code, forked
 

@@ -18,11 +18,11 @@ import torch
 import yaml
 
 from adjoint.batch import labelled
+from adjoint.checkpoint import StoredTensors, list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import open_data
 from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints
 from adjoint.tools.eval.command import Loaded, _held_out
 from adjoint.train import peft_adapters
 from adjoint.train.config import load_config

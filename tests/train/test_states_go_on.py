@@ -12,9 +12,9 @@ import torch
 
 from adjoint import Exact
 from adjoint.batch import shift_labels
+from adjoint.checkpoint import list_checkpoints
 from adjoint.cli import main
 from adjoint.data.batches import Batches
-from adjoint.formats.checkpoint_files import list_checkpoints
 from adjoint.tools.eval import command
 from tests.cluster.threads import train_in_threads
 from tests.model_helpers import make_ids, make_model

@@ -23,11 +23,11 @@ import torch
 import yaml
 
 from adjoint import Exact, Stack, StackConfig
+from adjoint.checkpoint import StoredTensors, list_checkpoints, step_of
 from adjoint.cli import main
 from adjoint.cluster import training as sharded
 from adjoint.cluster.recovery import Cause, ShardFailure
 from adjoint.errors import UserError
-from adjoint.formats.checkpoint_files import StoredTensors, list_checkpoints, step_of
 from adjoint.memory import rss_bytes
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Setup, needs

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from adjoint.data.progress import Waiting, duration_text, has_bar
 from adjoint.engine.verification import COARSE, tolerance
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
@@ -25,7 +26,6 @@ from adjoint.formats import file_kinds
 from adjoint.formats.folders import described_sizes, has_weights
 from adjoint.memory import print_sizes_as, size_text, total_memory_bytes
 from adjoint.methods import METHODS, Exact
-from adjoint.progress import Waiting, duration_text, has_bar
 from adjoint.settings import Positive, SeqLen, size_bytes
 from adjoint.tools.compare import report
 from adjoint.tools.compare.time_estimate import GRADIENTS, TimeEstimate

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import labelled
+from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import RESIZE, fingerprint_of, open_data
 from adjoint.data.config import DataConfig
 from adjoint.data.masking import Masking
@@ -19,7 +20,6 @@ from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
 from adjoint.formats import file_kinds
-from adjoint.formats.checkpoint_files import read_trainer
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.data.progress import Progress
 from adjoint.data.tokenizer import Tokenizer
 from adjoint.errors import UserError
 from adjoint.files import new_figure
-from adjoint.progress import Progress
 from adjoint.tools.eval.positions import CHUNK, Row, curves
 from adjoint.train.language_model import LanguageModel
 

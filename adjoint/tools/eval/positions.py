@@ -13,9 +13,9 @@ from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX, shift_labels
 from adjoint.data.masking import EVALUATION, Masking
+from adjoint.data.progress import Progress
 from adjoint.engine.grid import EngineSpec
 from adjoint.files import new_figure
-from adjoint.progress import Progress
 from adjoint.train.language_model import LanguageModel
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from adjoint.data.progress import has_bar
 from adjoint.files import write_atomically
-from adjoint.progress import has_bar
 from adjoint.tools.measure.process import Point
 
 

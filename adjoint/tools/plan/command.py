@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from adjoint.data.progress import Progress, Waiting
 from adjoint.errors import UserError
 from adjoint.memory import print_sizes_as, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
@@ -22,7 +23,6 @@ from adjoint.plan.links import Links
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Setup
 from adjoint.plan.worker_devices import Machine
-from adjoint.progress import Progress, Waiting
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value, size_bytes
 from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
 from adjoint.train.config import Config, load_config

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from adjoint.data.batches import open_data
+from adjoint.data.progress import Waiting, has_bar
 from adjoint.data.tokenizer import check_bytes, tokenizer_in
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
@@ -35,7 +36,6 @@ from adjoint.methods import (
     check_tolerance,
     check_window,
 )
-from adjoint.progress import Waiting, has_bar
 from adjoint.settings import NotNegative, Positive, whole_number
 from adjoint.stack import Stack
 from adjoint.tools.measure.journal import Journal, completed, progress
