@@ -42,6 +42,7 @@ IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
     "_gradient_checkpointing_func",
     "_adjoint",  # the wrap state, which refers to snapshots
     "warnings_issued",  # transformers' record of what it has already warned about
+    "problem_type",  # by which a classifier's head picks its own loss, and which its first call sets
     *BOOKKEEPING,
 }
 

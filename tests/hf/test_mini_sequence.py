@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import adjoint
@@ -22,7 +23,7 @@ from tests.hf.hf_models import (
     make,
     one_line,
 )
-from tests.model_helpers import make_ids
+from tests.model_helpers import assert_same, make_ids
 
 LLAMA, MOE, MAMBA, BLOOM = (f"{n}ForCausalLM" for n in ("Llama", "Qwen3Moe", "Mamba", "Bloom"))
 SOFTCAPPED = {"final_logit_softcapping": 2.0, "sliding_window": 8}
@@ -253,3 +254,17 @@ def test_the_optimizer_inside_the_backward_is_the_optimizer_after_it() -> None:
     first = {name: p.detach().clone() for name, p in named[1].items()}
     models[1](**batch(29)).loss.backward()
     assert all(p.grad is not None and torch.equal(p, first[name]) for name, p in named[1].items())
+
+
+def test_a_classifier_whose_first_call_sets_its_problem_type() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0, num_labels=3,
+    )  # fmt: skip
+    plain = transformers.LlamaForSequenceClassification(config)
+    model = adjoint.wrap(copy.deepcopy(plain), adjoint.MiniSequence())
+    call = {"input_ids": make_ids(2, 40, vocab_size=60) + 3, "labels": torch.tensor([1, 2])}
+    for each in (plain, model):
+        each(**call).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same({name: p.grad for name, p in model.named_parameters()}, expected, 1e-5)
