@@ -40,7 +40,7 @@ from tests.hf.hf_models import (
     refusal_reason,
     skip_if_broken,
 )
-from tests.model_helpers import assert_same, make_ids
+from tests.model_helpers import make_ids
 from tests.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -525,8 +525,8 @@ def compare_over_ranks(case: ModelOfEitherKind) -> None:
                 assert isinstance(shared, str), alone
             elif isinstance(shared, str):
                 assert "sequence_group: " in shared, shared
-            else:
-                assert_same(shared, alone, 1e-10)
+            else:  # gradients that are nothing but rounding (key biases) count by the whole's size
+                assert_exact(*((each.pop("loss"), each) for each in (shared, alone)))
 
 
 @pytest.mark.slow
