@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ from adjoint.parallel.tensor import (
 from adjoint.stack.structure import StackModules
 
 
-class StackCall(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackCall:
     """A call of a `Stack` by chunks.
 
     Attributes:
@@ -45,6 +47,13 @@ class StackCall(NamedTuple):
     method: Method
     has_state: bool = False
     prefix: Prefix | None = None
+
+    @functools.cached_property  # with documents it waits for the device, which each segment need not
+    def spans(self) -> list[range]:
+        """The tokens of each row, or of each packed document, counted through all rows."""
+        batch = self.batch
+        starts = [[0]] * batch.rows if batch.seq_idx is None else starts_in(batch.seq_idx)
+        return shared_prefix.spans_of(starts, batch.seqlen)
 
 
 class ChunkedStack(StackModules):
@@ -94,7 +103,7 @@ class ChunkedStack(StackModules):
         is_split = self.tensor_parallel is not None or weights_type(self).is_gathered
         if is_split or not is_untouched(self.embedding, nn.Embedding):
             return None
-        if len(spans := _spans(batch)) == 1:
+        if len(spans := call.spans) == 1:
             return None
         targets, lengths = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
         ids = shared_prefix.take_from(batch.ids, spans)
@@ -105,7 +114,7 @@ class ChunkedStack(StackModules):
         return SharedRows(segments, lengths, batch.ids.shape)
 
     def segment_call(self, call: StackCall, segment: Segment, beginning: Beginning | None) -> StackCall:
-        batch, spans = call.batch, _spans(call.batch)
+        batch, spans = call.batch, call.spans
         ids = shared_prefix.take_from(batch.ids, spans)(segment.rows, segment.start, segment.stop)
         labels, weights = shared_prefix.targets_of(segment, _targets_in(batch, spans))
         states = self.stage_states(self.initial_state(len(ids))) if beginning is None else beginning.states
@@ -114,12 +123,6 @@ class ChunkedStack(StackModules):
 
     def join_prefixes(self) -> None:
         raise AssertionError("a stack's attention reads keys and values where they are")
-
-
-def _spans(batch: Batch) -> list[range]:
-    """Return the tokens of each row, or of each packed document, counted through all rows."""
-    starts = [[0]] * batch.rows if batch.seq_idx is None else starts_in(batch.seq_idx)
-    return shared_prefix.spans_of(starts, batch.seqlen)
 
 
 def _targets_in(batch: Batch, spans: Sequence[range]) -> shared_prefix.Take:
