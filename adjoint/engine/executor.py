@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol
@@ -106,6 +107,7 @@ class Executor(TileValues):
         lowest_precision: the least precise dtype of parameters and computations.
         total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
         gradients: sums of parameters' gradients.
+        rounds_finished_sums: whether a parameter's sum gets the parameter's dtype once its last tile has run.
         decays: of each stage, if windows are picked by them.
     """
 
@@ -131,6 +133,7 @@ class Executor(TileValues):
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         self.gradients = Gradients() if gradients is None else gradients
+        self.rounds_finished_sums = False
         self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
         self.begin_backward(None)
         kind = self.device.type
@@ -379,6 +382,24 @@ class Executor(TileValues):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)
         self.exchange.put_cotangents(self, k, c, d_before)
+        is_alone = self.transport is None and self.grid.stores_inputs
+        if c == 0 and is_alone and self.grid.carried:  # the stage's last tile
+            self._end_stage(k)
+
+    def _end_stage(self, k: int) -> None:
+        """Drop what stage k's backward needed, when all of its tiles have run."""
+        for slab in self.slabs.get(k, ()):
+            slab.end_backward()
+        if self.rounds_finished_sums:
+            for parameter in self.stage(k).parameters():
+                if self._lowest_stage[parameter] == k:
+                    self.gradients.round(parameter)
+
+    @functools.cached_property
+    def _lowest_stage(self) -> dict[Tensor, int]:
+        """The lowest stage that lists each parameter: the last one to add to its gradient."""
+        stages = [(k, stage) for k, stage in enumerate(self.stages) if stage is not None]
+        return {p: k for k, stage in reversed(stages) for p in stage.parameters()}
 
     def windowed(self, t: Tile) -> None:
         """Compute a vjp cut to a window."""

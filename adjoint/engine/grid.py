@@ -81,8 +81,9 @@ class Storage:
     """Storage of the forward's results for the backward: which ones, and in which memory.
 
     Attributes:
-        keep: "edges", the states at chunk edges; "inputs", also each layer's inputs; "offload", the same in
+        keep: "edges", the states at chunk edges; "inputs", also each segment's inputs; "offload", the same in
             host memory.
+        segment_layers: number of layers of a segment, if the inputs of segments are stored.
         tapes: number of chunks, counted from the last, whose tapes the forward keeps (linearize in place
             of forward): these are not recomputed.
         recompute: which part of a tape is left out and computed again in the backward (see `methods.Exact`).
@@ -102,6 +103,7 @@ class Storage:
     checkpoints: int | None = None
     memory: float | Literal["auto"] | None = None
     prefer_single_chunk: bool = False
+    segment_layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,11 @@ class Grid:
     def has_windows(self) -> bool:
         """Whether any stage's window cuts something off."""
         return any(self.window(k) is not None for k in range(self.stages))
+
+    @functools.cached_property
+    def stores_inputs(self) -> bool:
+        """Whether there are several segments, whose inputs the forward stores."""
+        return len(set(self.segments)) > 1
 
     @functools.cached_property
     def carried(self) -> bool:
@@ -366,6 +373,19 @@ class Grid:
         return out
 
     # ------------------------------------------------------------------------------------------------ order
+
+    def order_by_segments(self) -> list[Tile]:
+        """Return all tiles in the order in which one worker needs the least memory.
+
+        The backward goes through the segments from the top, and through each one's chunks from the last. So
+        sums of gradients, keys and values exist for one segment at a time, and a segment's inputs are freed
+        while the cotangents of its inputs take their place."""
+
+        def place(t: Tile) -> tuple[int, ...]:
+            within = (0, t.stage) if t.kind == "recompute" else (1, -t.stage)
+            return -self.segments[t.stage], -t.chunk, *within
+
+        return [*self.forward_tiles(), *sorted(self.backward_tiles(), key=place)]
 
     def order(self, stream: bool = False) -> list[Tile]:
         """Return all tiles in one order that respects all arrows.

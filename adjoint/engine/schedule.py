@@ -176,7 +176,9 @@ def make_schedule(
     if grid.checkpoints is not None and owners.workers == 1 and len(set(grid.segments)) == 1:
         program = ColumnProgram(grid, tapes, forward, backward, stores=forward and backward)
         return Schedule(grid, (program,), buffers)
-    order = [t for t in grid.order(stream) if (forward if t.kind == "forward" else backward)]
+    is_alone = owners.workers == 1 and grid.dy_from == "above" and not grid.has_windows
+    all_tiles = grid.order_by_segments() if is_alone else grid.order(stream)
+    order = [t for t in all_tiles if (forward if t.kind == "forward" else backward)]
     columns = _columns(grid, order, owners)
     if forward and backward:
         taped = {name for worker_columns in columns.values() for name in worker_columns[:tapes]}

@@ -25,6 +25,7 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Slab
 from adjoint.engine.sweep import Sweep
 from adjoint.engine.tile import Gradients, Tape
+from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 
@@ -153,6 +154,7 @@ class ChunkedStep:
             that the engine runs.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
+        inputs_are_freed: whether a backward has begun that frees the inputs of segments as it reads them.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
             grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
@@ -187,6 +189,7 @@ class ChunkedStep:
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
+        self.inputs_are_freed = False
 
     def verify(self) -> None:
         """Compare what chunks compute with the whole, where layers are not ours; on first use.
@@ -398,7 +401,17 @@ class ChunkedStep:
                 d_loss = d.new_zeros(())
         scale = None if d_loss is None else d_loss / self.batch.divisor
         executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
-        stored_values = {key: value for key, value in executor.store.items() if key[0] != "tape"}
+        if self.inputs_are_freed:
+            raise UserError(
+                "this backward was interrupted after it had freed what it needs: run the forward again, or "
+                "begin with backward(retain_graph=True)"
+            )
+        # no second backward follows: inputs are freed as they are read
+        self.inputs_are_freed = executor.grid.stores_inputs and frees_graph()
+        freed = {"tape", "y"} if self.inputs_are_freed else {"tape"}
+        stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
+        # rounded once, as the sums of several workers would be
+        executor.rounds_finished_sums = self.distribution.is_alone and not executor.gradients.has_unlisted
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)

@@ -91,6 +91,18 @@ class Gradients:
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
+    @property
+    def has_unlisted(self) -> bool:
+        """Whether tiles reach tensors that no stage lists."""
+        return bool(self.unlisted_leaves.leaves or self.unlisted_leaves.precomputed)
+
+    def round(self, parameter: Tensor) -> None:
+        """Hold a parameter's sum, to which nothing will be added, in the parameter's own dtype."""
+        total = self.get(parameter)
+        if total is not None:
+            self.sums[parameter] = total
+            self.excess.pop(parameter, None)
+
     def replace(self, totals: Mapping[Tensor, Tensor]) -> None:
         """Hold totals over several workers in the place of this one's sums."""
         self.sums = dict(totals)
