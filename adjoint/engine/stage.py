@@ -110,6 +110,12 @@ class Stage(abc.ABC):
         """Return the stages that it is made of, each with its part of a state."""
         return [(self, state)]
 
+    def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
+        """Return stages of so many layers each that together are this one, each with its part of a state.
+
+        It is this stage itself if it cannot be divided."""
+        return [(self, state)]
+
     def parameters(self) -> Iterable[Tensor]:
         """Return the parameters whose gradients `linearize` adds."""
         return ()

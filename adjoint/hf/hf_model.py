@@ -23,7 +23,7 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.verification import TOKENS
 from adjoint.errors import LOGGER, is_heard
-from adjoint.hf import check
+from adjoint.hf import check, layer_segments
 from adjoint.hf.call import Call
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.head import logits_by_slices
@@ -33,7 +33,7 @@ from adjoint.hf.model_parts import backbone_of, layers_of, original_class
 from adjoint.hf.router_loss import RouterLogits
 from adjoint.hf.shared_rows import segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
-from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
+from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
 from adjoint.hf.verify.first_use import Verification, verify
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
@@ -62,6 +62,7 @@ class HFModel:
     ) -> None:
         self.verification, self.temperature = verification, temperature
         self.with_router_logits = with_router_logits
+        self.shares_rows = False
 
     def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
         verification = self.verification
@@ -95,8 +96,11 @@ class HFModel:
             method, fetches = verification.wrap_state.method, verification.fetches
             factor = verification.router_loss_factor if call.kind.routed else 1.0
             hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
+            divide = None
+            if spec.storage.keep != "edges" and group is None:
+                divide = self._divide(call, context)
             self.stage = CausalLM.from_call(
-                call, verification.slots, method, fetches, factor, context, hidden_states
+                call, verification.slots, method, fetches, factor, context, hidden_states, divide
             )
         else:
             self.stage = (Backbone if collect is not None else WeightedLogProbs)(
@@ -113,10 +117,23 @@ class HFModel:
         stages = [self.stage] if collect is None else [self.stage, collect]
         return make_step(stages, batch, spec, _backward_context(verification), group)
 
+    def _divide(self, call: Call, context: CallContext) -> Divide | None:
+        """Return the function that divides the model into segments of its layers; None if it is one stage.
+
+        It stays one with all that stages hand on beside hidden states, or that a later step continues."""
+        kind, verification = call.kind, self.verification
+        is_one = self.shares_rows or call.carried is not None or not verification.holding.is_plain
+        if is_one or kind.routed or kind.language_layout or context.padding or check.has_logit_penalty(call.model):
+            return None
+        found = layer_segments.segments_of(verification)
+        return None if found is None else found.divide
+
     def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
         if call.num_documents == 1 or returns_states:
             return None
-        return segments_of(call, self.verification)
+        shared = segments_of(call, self.verification)
+        self.shares_rows = shared is not None
+        return shared
 
     def segment_call(self, call: Call, segment: Segment, beginning: Beginning | None) -> Call:
         return segment_call(call, segment, beginning)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -161,6 +162,20 @@ class PassThrough(nn.Module):
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor | None, ...]:
         output = self.__dict__["output"]
         return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
+
+
+class Entry(PassThrough):
+    """A module in the first layer's place that returns hidden states which other layers have computed.
+
+    Attributes:
+        hidden: these hidden states; None between calls.
+    """
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+        assert self.hidden is not None
+        return super().forward(self.hidden)
 
 
 def override_attribute(holder: object, attribute: str, value: object) -> Callable[[], object]:

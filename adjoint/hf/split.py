@@ -26,7 +26,7 @@ from adjoint.hf.call import CallKind
 from adjoint.hf.chunk_context import ChunkContext
 from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.kernels.replacements import ReplacementPlan
-from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
+from adjoint.hf.model_parts import Entry, PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.verify.first_use import compare
 from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
@@ -126,11 +126,17 @@ class Pretrained:
         """Return the state of a span's layers before a sequence."""
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
-    def make_part(self, model: PreTrainedModel, span: range) -> PreTrainedModel:
+    def make_part(
+        self, model: PreTrainedModel, span: range, entry: Entry | None = None
+    ) -> PreTrainedModel:
         """Return the model with the layers of `span` alone.
 
         It has the embedding if the span is the first, head and final norm if it is the last, and shares
-        layers, parameters and buffers with `model`."""
+        layers, parameters and buffers with `model`.
+
+        Args:
+            entry: in the first layer's place, if the span does not have it.
+        """
         backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
         removed = [getattr(backbone, name) for name in self.last if not ends[1]]
         tables = zip((self.embedding, self.head), ends, strict=True)
@@ -140,6 +146,8 @@ class Pretrained:
         memo: dict[int, object] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
             memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
+        if entry is not None:
+            memo[id(getattr(backbone, self.layers)[0])] = entry
         shared = (model.config, *model.parameters(), *model.buffers())
         return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 

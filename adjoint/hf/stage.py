@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -60,6 +61,7 @@ from adjoint.hf.language_inputs import (
 )
 from adjoint.hf.logit_penalty import LogitPenalty
 from adjoint.hf.model_parts import (
+    Entry,
     Forward,
     backbone_of,
     current_weights,
@@ -161,6 +163,9 @@ class CallContext(NamedTuple):
         return context._replace(real_end=real_end, is_padded_left=not bool(call.mask[:, 0].all()))
 
 
+Divide = Callable[["Backbone", int], Sequence["Backbone"]]
+
+
 class Backbone(Stage):
     """The backbone as a stage: ids (batch, tokens) → hidden states (batch, tokens, hidden_size).
 
@@ -177,6 +182,8 @@ class Backbone(Stage):
         fetches: as in `Stage`.
         router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
         context: properties of the call that all of its chunks share.
+        divide: returns stages of so many layers each that together are this one; None if it is not divided.
+        entry: of a model without its first layers, to which x is handed in their place; or None.
     """
 
     stateful: ClassVar[bool] = True
@@ -197,24 +204,39 @@ class Backbone(Stage):
         fetches: bool = False,
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
+        divide: Divide | None = None,
     ) -> None:
-        context = context or CallContext()
+        self.context = context or CallContext()
+        self.multiplier, self.divide, self.entry = multiplier, divide, None
+        self.fetches, self.router = fetches, router
+        self.padding, self.language_layout, self.carried, self.positions = self.context[:4]
+        self.real_end, self.is_padded_left = self.context.real_end, self.context.is_padded_left
+        self.set_model(model, slots, recompute)
+
+    def set_model(
+        self, model: PreTrainedModel, slots: Sequence[Slot], recompute: str, entry: Entry | None = None
+    ) -> None:
+        """Set the model that the stage runs; arguments as in the constructor."""
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
-        self.multiplier = multiplier
+        self.entry = entry
         self.grows = tuple([slot.grows for slot in self.slots])
-        self.stage_parts = context.parts or StageParts(model)
+        self.stage_parts = self.context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
         self.trained_parameters = trained_parameters(current_weights(model))
         self.tensors = ModuleTensors(model)
         self.takes_positions = POSITIONS in forward_parameters(self.backbone)
         self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
-        self.fetches = fetches
-        self.router = router
-        self.padding, self.language_layout, self.carried, self.positions = context[:4]
-        self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
-        self.embedding_noise = EmbeddingNoise(model, context.seqlen)
+        self.embedding_noise = EmbeddingNoise(model, self.context.seqlen)
         self.logit_scale = functools.cache(self.stage_parts.logit_scale)
+
+    def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
+        if self.divide is None:
+            return [(self, state)]
+        rest = iter(state)
+        return [
+            (stage, tuple(itertools.islice(rest, len(stage.slots)))) for stage in self.divide(self, layers)
+        ]
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.chunk_context()
@@ -271,6 +293,8 @@ class Backbone(Stage):
         positions = self._past_positions(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         cache.row_lengths = self._row_lengths(chunk, past_length)
+        if self.entry is not None:
+            self.entry.hidden, x = x, x.detach()
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
@@ -286,6 +310,8 @@ class Backbone(Stage):
             masks = check.LargeMasks(self.model, limit).refused()
         with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
             output = self.call_backbone(x, cache, chunk, past_length)
+        if self.entry is not None:
+            self.entry.hidden = None
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         last_read.state = None  # which the next chunk's scans must not take for their own
@@ -402,12 +428,13 @@ class CausalLM(Backbone):
         router_loss_factor: float = 1.0,
         context: CallContext | None = None,
         hidden_states: HiddenStates | None = None,
+        divide: Divide | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, context, hidden_states: as in the constructor.
+            fetches, context, hidden_states, divide: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -428,6 +455,7 @@ class CausalLM(Backbone):
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             penalty=LogitPenalty.from_call(call, padded) if check.has_logit_penalty(model) else None,
             hidden_states=hidden_states,
+            divide=divide,
         )
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
