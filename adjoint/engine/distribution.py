@@ -61,7 +61,11 @@ class Distribution:
         if None not in itertools.chain.from_iterable([s.grows for s in local_stages]):
             # nothing has to be stored at edges
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, checkpoints=None))
-        return make_grid(spec, seqlen, [stage.stateful for stage in local_stages], reach, windows=windows)
+        grid = make_grid(spec, seqlen, [stage.stateful for stage in local_stages], reach, windows=windows)
+        one_process = self.is_alone and grid.stores_inputs and local_stages[-1].is_loss
+        if one_process and grid.carried and not grid.has_windows and spec.backward.dy_from == "above":
+            return dataclasses.replace(grid, head_in_forward=True)
+        return grid
 
     def owners(self, grid: Grid) -> Owners:
         """Return the owner of each tile."""

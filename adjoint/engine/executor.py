@@ -107,6 +107,9 @@ class Executor(TileValues):
         lowest_precision: the least precise dtype of parameters and computations.
         total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
         gradients: sums of parameters' gradients.
+        head_gradients: sums of the head's gradients for a loss whose cotangent is not known yet, as if it
+            were 1; None if there are none.
+        head_is_unscaled: whether the cotangents that the head has written are of such a loss, too.
         rounds_finished_sums: whether a parameter's sum gets the parameter's dtype once its last tile has run.
         decays: of each stage, if windows are picked by them.
     """
@@ -134,6 +137,8 @@ class Executor(TileValues):
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         self.gradients = Gradients() if gradients is None else gradients
         self.rounds_finished_sums = False
+        self.head_gradients: Gradients | None = None
+        self.head_is_unscaled = False
         self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
         self.begin_backward(None)
         kind = self.device.type
@@ -145,7 +150,11 @@ class Executor(TileValues):
         self.return_final_kv = return_final_kv
 
     def begin_backward(
-        self, scale: Tensor | None, d_final: Sequence[Cotangents] | None = None, grid: Grid | None = None
+        self,
+        scale: Tensor | None,
+        d_final: Sequence[Cotangents] | None = None,
+        grid: Grid | None = None,
+        frees_head: bool = False,
     ) -> None:
         """Set the cotangents and the grid with which the backward begins.
 
@@ -156,11 +165,14 @@ class Executor(TileValues):
             d_final: cotangents of the final states, one tuple per stage; None if no final state has one.
             grid: grid of the backward's program, if it differs from the forward's: its windows may be picked
                 after the forward.
+            frees_head: whether no other backward will follow.
         """
         for slab in itertools.chain.from_iterable(self.slabs.values()):
             slab.begin_graph_task(torch._C._current_graph_task_id())
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
+        if self.head_gradients is not None and scale is not None:
+            self._scale_head_gradients(scale, frees_head)
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
 
     def results(self) -> tuple[Tensor | None, list[State]]:
@@ -309,7 +321,7 @@ class Executor(TileValues):
         y: Tensor | None = None
         after: State = ()
         if t.kind == "linearize" or (unlisted.open and c + 1 == self.grid.chunks):
-            inputs = x, state, chunk, self.gradients
+            inputs = x, state, chunk, self._sums_of(t)
             y, after, tape = unlisted.run_tile(lambda: stage.linearize(*inputs))
             if t.kind == "linearize":
                 self.store["tape", k, c] = tape
@@ -321,6 +333,27 @@ class Executor(TileValues):
             return y, after
         with torch.no_grad():
             return stage.forward(x, state, chunk)
+
+    def _sums_of(self, t: Tile) -> Gradients:
+        """Return the sums to which a tile's backward adds."""
+        if not (self.grid.head_in_forward and t.stage == self.grid.stages - 1 and self.scale is None):
+            return self.gradients
+        if self.head_gradients is None:
+            self.head_is_unscaled = True
+            self.head_gradients = Gradients(self.gradients.unlisted_leaves)
+        return self.head_gradients
+
+    def _scale_head_gradients(self, scale: Tensor, frees: bool) -> None:
+        """Begin the gradients' sums with the head's, times the loss's cotangent."""
+        assert self.head_gradients is not None
+        top = self.grid.stages - 1
+        for parameter, total in self.head_gradients.sums.items():
+            self.gradients.room.pop(parameter, None)
+            self.gradients.sums[parameter] = total.mul_(scale) if frees else total * scale
+            if self.rounds_finished_sums and self._lowest_stage.get(parameter) == top:
+                self.gradients.round(parameter)
+        if frees:
+            self.head_gradients = None
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Add the summed loss of chunk c."""
@@ -355,8 +388,14 @@ class Executor(TileValues):
         """Return the cotangent of stage k's outputs on the tokens [start, stop), or None if there is none.
 
         Its shape is (batch, stop - start, width); the head's is `scale`, a scalar."""
-        if k == self.grid.stages - 1:
+        top = self.grid.stages - 1
+        if k == top:
+            if self.scale is None and self.grid.head_in_forward:
+                return torch.ones((), dtype=self.accumulate_dtype, device=self.device)
             return self.scale
+        is_unscaled = self.head_is_unscaled and k == top - 1
+        if is_unscaled and self.scale is None:
+            return None
         pieces: list[Tensor] = []
         for key in self.grid.cotangents(k, start, stop):
             piece = self.store[key]
@@ -369,7 +408,8 @@ class Executor(TileValues):
                 pieces.append(piece)
         if not pieces:
             return None
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
+        dy = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
+        return dy * self.scale if is_unscaled else dy
 
     def backward(self, t: Tile) -> None:
         """Pull a tape back."""

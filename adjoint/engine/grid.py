@@ -174,6 +174,8 @@ class Grid:
         exchanges_within_tiles: whether states and their cotangents cross chunk edges while tiles run, instead
             of between them.
         checkpoints: as in `Storage`.
+        head_in_forward: whether the head's backward runs in the forward, as soon as its forward has: its
+            cotangent is a number, by which what it has written is multiplied later.
     """
 
     cuts: tuple[int, ...]
@@ -188,6 +190,7 @@ class Grid:
     adjoint_scale: tuple[tuple[float, ...], ...] = ()
     exchanges_within_tiles: bool = False
     checkpoints: int | None = None
+    head_in_forward: bool = False
 
     @functools.cached_property
     def stages(self) -> int:
@@ -250,9 +253,16 @@ class Grid:
         for c in range(self.chunks):
             yield from (Tile("forward", k, c) for k in range(self.stages))
 
+    def head_tiles(self) -> Iterator[Tile]:
+        """Yield the backward's tiles that run in the forward."""
+        if self.head_in_forward:
+            yield from (Tile("backward", self.stages - 1, c) for c in range(self.chunks))
+
     def backward_tiles(self) -> Iterator[Tile]:
-        """Yield the backward's tiles of all stages, from the top; chunks from last to first if `carried`."""
-        for k in reversed(range(self.stages)):
+        """Yield the backward's tiles, but for `head_tiles`.
+
+        Stages come from the top, chunks from last to first if `carried`."""
+        for k in reversed(range(self.stages - self.head_in_forward)):
             if self.window(k) is None:
                 order = range(self.chunks)[:: -1 if self.carried else 1]
                 for c in order:
@@ -385,7 +395,13 @@ class Grid:
             within = (0, t.stage) if t.kind == "recompute" else (1, -t.stage)
             return -self.segments[t.stage], -t.chunk, *within
 
-        return [*self.forward_tiles(), *sorted(self.backward_tiles(), key=place)]
+        head_tiles = {t.chunk: t for t in self.head_tiles()}
+        forward: list[Tile] = []
+        for t in self.forward_tiles():
+            forward.append(t)
+            if t.stage == self.stages - 1 and t.chunk in head_tiles:
+                forward.append(head_tiles[t.chunk])
+        return [*forward, *sorted(self.backward_tiles(), key=place)]
 
     def order(self, stream: bool = False) -> list[Tile]:
         """Return all tiles in one order that respects all arrows.

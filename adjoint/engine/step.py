@@ -408,7 +408,6 @@ class ChunkedStep:
             if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
                 d_loss = d.new_zeros(())
         scale = None if d_loss is None else d_loss / self.batch.divisor
-        executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
         if self.inputs_are_freed:
             raise UserError(
                 "this backward was interrupted after it had freed what it needs: run the forward again, or "
@@ -416,10 +415,12 @@ class ChunkedStep:
             )
         # no second backward follows: inputs are freed as they are read
         self.inputs_are_freed = executor.grid.stores_inputs and frees_graph()
-        freed = {"tape", "y"} if self.inputs_are_freed else {"tape"}
+        freed = {"tape", "y", "dy"} if self.inputs_are_freed else {"tape"}
         stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
         # rounded once, as the sums of several workers would be
         executor.rounds_finished_sums = self.distribution.is_alone and not executor.gradients.has_unlisted
+        d_states = grouped(self.batch.states, d_final)
+        executor.begin_backward(scale, d_states, self.grid, frees_head=self.inputs_are_freed)
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)

@@ -4,7 +4,6 @@ Each stage runs the model's own code, with pass-through modules in the places of
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -13,13 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adjoint.engine.grid import Storage
+from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import Refused
 from adjoint.hf.call import CallKind
 from adjoint.hf.model_parts import MODEL_ERRORS, Entry, backbone_of, calling_original_forwards
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES
 from adjoint.hf.split import SPANS, Pretrained, describe
-from adjoint.hf.stage import Backbone, CallContext, CausalLM, StageParts, find_slots, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, LossHead, StageParts, find_slots, make_step
 from adjoint.hf.verify.first_use import Verification, compare
 from adjoint.hf.verify.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.verify.trial_gradients import (
@@ -42,32 +42,28 @@ class LayerSegments:
         self.description = description
         self._parts: dict[range, tuple[PreTrainedModel, Entry | None, StageParts]] = {}
 
-    def divide(self, whole: Backbone, layers: int) -> Sequence[Backbone]:
+    def divide(self, whole: Backbone, layers: int) -> Sequence[Stage]:
         """Return stages of so many layers each that together are `whole`, a model's only stage."""
         n, recompute = self.description.n_layer, whole.recompute
         spans = [range(start, min(start + layers, n)) for start in range(0, n, layers)]
         if len(spans) == 1:
             return [whole]
-        stages = []
+        assert isinstance(whole, CausalLM)
+        stages: list[Stage] = []
         for span in spans:
             model, entry, parts = self._part(whole.model, span)
             context = whole.context._replace(parts=parts)
             slots = [slot for slot in whole.slots if slot.layer in span]
-            if span.stop == n:
-                stage = copy.copy(whole)
-                stage.context = context
-            else:
-                stage = Backbone(model, [], fetches=whole.fetches, context=context)
-            stage.divide = None
-            stage.set_model(model, slots, recompute, entry)
-            stages.append(stage)
-        return stages
+            stages.append(
+                Backbone(model, slots, recompute=recompute, fetches=whole.fetches, context=context, entry=entry)
+            )
+        return [*stages, LossHead(whole)]
 
     def _part(self, model: PreTrainedModel, span: range) -> tuple[PreTrainedModel, Entry | None, StageParts]:
         if span not in self._parts:
             first_layer = getattr(backbone_of(model), self.description.layers)[0]
             entry = Entry(first_layer, self.description.outputs[0]) if span.start else None
-            part_model = self.description.make_part(model, span, entry)
+            part_model = self.description.make_part(model, span, entry, has_head=False)
             self._parts[span] = part_model, entry, StageParts(part_model)
         return self._parts[span]
 

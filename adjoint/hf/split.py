@@ -127,7 +127,7 @@ class Pretrained:
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
     def make_part(
-        self, model: PreTrainedModel, span: range, entry: Entry | None = None
+        self, model: PreTrainedModel, span: range, entry: Entry | None = None, has_head: bool = True
     ) -> PreTrainedModel:
         """Return the model with the layers of `span` alone.
 
@@ -136,9 +136,11 @@ class Pretrained:
 
         Args:
             entry: in the first layer's place, if the span does not have it.
+            has_head: whether the last span has the head.
         """
-        backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
-        removed = [getattr(backbone, name) for name in self.last if not ends[1]]
+        backbone, is_last = backbone_of(model), span.stop == self.n_layer
+        ends = span.start == 0, is_last and has_head
+        removed = [getattr(backbone, name) for name in self.last if not is_last]
         tables = zip((self.embedding, self.head), ends, strict=True)
         removed += [
             model.get_submodule(table.rpartition(".")[0]) for table, is_included in tables if not is_included

@@ -163,7 +163,7 @@ class CallContext(NamedTuple):
         return context._replace(real_end=real_end, is_padded_left=not bool(call.mask[:, 0].all()))
 
 
-Divide = Callable[["Backbone", int], Sequence["Backbone"]]
+Divide = Callable[["Backbone", int], Sequence[Stage]]
 
 
 class Backbone(Stage):
@@ -205,29 +205,24 @@ class Backbone(Stage):
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
         divide: Divide | None = None,
+        entry: Entry | None = None,
     ) -> None:
-        self.context = context or CallContext()
-        self.multiplier, self.divide, self.entry = multiplier, divide, None
-        self.fetches, self.router = fetches, router
-        self.padding, self.language_layout, self.carried, self.positions = self.context[:4]
-        self.real_end, self.is_padded_left = self.context.real_end, self.context.is_padded_left
-        self.set_model(model, slots, recompute)
-
-    def set_model(
-        self, model: PreTrainedModel, slots: Sequence[Slot], recompute: str, entry: Entry | None = None
-    ) -> None:
-        """Set the model that the stage runs; arguments as in the constructor."""
+        self.context = context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
-        self.entry = entry
+        self.multiplier, self.divide, self.entry = multiplier, divide, entry
         self.grows = tuple([slot.grows for slot in self.slots])
-        self.stage_parts = self.context.parts or StageParts(model)
+        self.stage_parts = context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
         self.trained_parameters = trained_parameters(current_weights(model))
         self.tensors = ModuleTensors(model)
         self.takes_positions = POSITIONS in forward_parameters(self.backbone)
         self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)
         self.layers = [] if self.recompute == "none" else list(layers_of(self.backbone).values())
-        self.embedding_noise = EmbeddingNoise(model, self.context.seqlen)
+        self.fetches = fetches
+        self.router = router
+        self.padding, self.language_layout, self.carried, self.positions = context[:4]
+        self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
+        self.embedding_noise = EmbeddingNoise(model, context.seqlen)
         self.logit_scale = functools.cache(self.stage_parts.logit_scale)
 
     def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
@@ -235,7 +230,7 @@ class Backbone(Stage):
             return [(self, state)]
         rest = iter(state)
         return [
-            (stage, tuple(itertools.islice(rest, len(stage.slots)))) for stage in self.divide(self, layers)
+            (stage, tuple(itertools.islice(rest, len(stage.grows)))) for stage in self.divide(self, layers)
         ]
 
     def running(self) -> contextlib.AbstractContextManager[object]:
@@ -460,6 +455,14 @@ class CausalLM(Backbone):
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
+        loss = self.chunk_loss(output[0], chunk)
+        if isinstance(self.router, RouterLoss):
+            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
+            loss = loss + self.router.add(chunk_sums, chunk.start)
+        return loss, state
+
+    def chunk_loss(self, hidden: Tensor, chunk: Batch) -> Tensor:
+        """Return a chunk's summed loss from its hidden states (batch, tokens, hidden_size)."""
         # The whole loss, these terms included, is divided by the divisor later.
         z, penalty, divisor = self.z_loss_factor, self.penalty, chunk.divisor
         terms = LogitTerms(
@@ -469,18 +472,55 @@ class CausalLM(Backbone):
         with fetched(self.model.get_output_embeddings()):
             loss = summed_loss(
                 self.model,
-                output[0],
+                hidden,
                 chunk.targets,
                 terms,
                 weights=chunk.weights,
                 measured_scale=self.logit_scale,
             )
         if self.hidden_states is not None:
-            self.hidden_states.add(output[0], chunk.start)
-        if isinstance(self.router, RouterLoss):
-            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
-            loss = loss + self.router.add(chunk_sums, chunk.start)
-        return loss, state
+            self.hidden_states.add(hidden, chunk.start)
+        return loss
+
+
+class LossHead(Stage):
+    """A causal LM's head where its layers are other stages: hidden states → the chunk's summed loss.
+
+    Args:
+        whole: the model's only stage, of which this is the end.
+    """
+
+    is_loss: ClassVar[bool] = True
+
+    def __init__(self, whole: CausalLM) -> None:
+        self.whole = whole
+        model, backbone = whole.model, set(whole.backbone.modules())
+        self._modules = [(name, m) for name, m in model.named_modules() if m not in backbone and m is not model]
+        parameters = [p for _, module in self._modules for p in module.parameters() if p.requires_grad]
+        self._parameters = list(dict.fromkeys(parameters))
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return self.whole.running()
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self._parameters
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self._modules
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        with self.whole.chunk_context():
+            return self.whole.chunk_loss(x, chunk), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            with self.whole.tensors.replaced(dict(zip(self._parameters, leaves, strict=True))):
+                return self.whole.chunk_loss(x, chunk), ()
+
+        with self.whole.chunk_context():
+            return tile.linearize(call, self._parameters, x, (), gradients)
 
 
 class WeightedLogProbs(Backbone):
