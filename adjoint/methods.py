@@ -228,8 +228,8 @@ class Exact(Method):
         "layers that a chunk's tape has at a time. The forward then stores the input of every so many layers "
         "(seqlen × d_model each), and the backward takes these segments from the top, each through all "
         'chunks: fewer layers, longer chunks in the same memory. None is 1 with keep="inputs"; with '
-        '"edges", all layers on a CPU, and on a GPU as many as make the step fastest without more memory '
-        "than gradient checkpointing takes.",
+        '"edges", all layers; but if no other option is given, on a GPU, as many as make the step fastest in '
+        "less memory than gradient checkpointing takes.",
     )
     memory: int | str | None = option(
         None,
@@ -275,10 +275,16 @@ class Exact(Method):
 
     @property
     def storage(self) -> Storage:
-        stores_inputs = self.keep == "edges" and self.segment_layers is not None
+        keep, segment_layers = self.keep, self.segment_layers
+        if keep == "edges" and segment_layers is not None:
+            keep = "inputs"
+        others = self.chunk_size, self.memory, self.checkpoints
+        is_picked = segment_layers is None and keep == "edges" and others == (None, None, None)
+        if not is_picked or self.offload or self.recompute != "none":
+            segment_layers = segment_layers or 1
         return Storage(
-            keep="inputs" if stores_inputs else self.keep,
-            segment_layers=self.segment_layers or 1,
+            keep=keep,
+            segment_layers=segment_layers,
             recompute=self.recompute,
             offload=self.offload or self.keep == "offload",
             checkpoints=self.checkpoints,

@@ -158,7 +158,7 @@ def runs_of(stages: Sequence[Stage | None], storage: Storage) -> Sequence[int]:
 
     The embedding goes with the first layers, as token ids take less memory than its output. Stages of many
     layers are segments as they are, and so are all if each layer's input is stored."""
-    layers, length = len(stages) - 2, storage.segment_layers
+    layers, length = len(stages) - 2, storage.segment_layers or 1
     if length == 1 or any(stage is not None and stage.is_many_layers for stage in stages):
         return range(len(stages))
     if length >= layers:

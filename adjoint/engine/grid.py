@@ -83,7 +83,8 @@ class Storage:
     Attributes:
         keep: "edges", the states at chunk edges; "inputs", also each segment's inputs; "offload", the same in
             host memory.
-        segment_layers: number of layers of a segment, if the inputs of segments are stored.
+        segment_layers: number of layers of a segment, if the inputs of segments are stored; None if that may
+            be picked.
         tapes: number of chunks, counted from the last, whose tapes the forward keeps (linearize in place
             of forward): these are not recomputed.
         recompute: which part of a tape is left out and computed again in the backward (see `methods.Exact`).
@@ -103,7 +104,7 @@ class Storage:
     checkpoints: int | None = None
     memory: float | Literal["auto"] | None = None
     prefer_single_chunk: bool = False
-    segment_layers: int = 1
+    segment_layers: int | None = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +136,11 @@ class EngineSpec:
         backward = self.backward
         cuts_layers = backward.window is not None or backward.drop_probability > 0
         return cuts_layers or backward.dy_from != "above" or self.storage.keep != "edges"
+
+    def in_segments(self, chunk_size: int, layers: int) -> EngineSpec:
+        """Return the spec with chunks of so many tokens, and segments of so many layers."""
+        storage = dataclasses.replace(self.storage, keep="inputs", segment_layers=layers)
+        return dataclasses.replace(self, chunk_size=chunk_size, storage=storage)
 
     def without_tapes(self) -> EngineSpec:
         """Return the spec of a sequence whose backward comes after that of others that go on from it.

@@ -443,7 +443,9 @@ def _column(grid: Grid, kind: TileKind, c: int, state_stays: bool) -> Sequence[A
     return _with_frees(grid, [Run(Tile(kind, k, c)) for k in order], later)
 
 
-def cut_before_backward(grid: Grid, program: Collection[Action]) -> tuple[Collection[Action], Collection[Action]]:
+def cut_before_backward(
+    grid: Grid, program: Collection[Action]
+) -> tuple[Collection[Action], Collection[Action]]:
     """Return the forward's actions of a program without windows, and the backward's."""
     if isinstance(program, ColumnProgram):
         return program.halves()

@@ -181,7 +181,7 @@ class ChunkedStep:
         runs = self.distribution.runs(spec, stages)
         self.stages, states = self.sweep.arrange(stages, batch.states, runs)
         if spec.storage.keep != "edges" and self.distribution.is_alone:
-            length = spec.storage.segment_layers
+            length = spec.storage.segment_layers or 1
             pairs = [
                 pair
                 for stage, state in zip(self.stages, states, strict=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
+from adjoint.engine.chunk_size import segments_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
@@ -76,9 +77,13 @@ class HFModel:
                 "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
                 "one process",
             )
+        if group is None and spec.storage.segment_layers is None and not batch.inputs:
+            spec = self._in_segments(call, batch, spec)
         if not verification.wrap_state.announced:
             method = type(verification.wrap_state.method).__name__
             cut = f"{method} in chunks of {spec.chunk_size:,} tokens"
+            if spec.storage.keep != "edges" and spec.storage.segment_layers is not None:
+                cut += f", segments of {spec.storage.segment_layers} layers"
             announce(verification, lambda: f"{cut}; {_describe_kernels(call.model)}")
         return batch, spec
 
@@ -98,7 +103,7 @@ class HFModel:
             hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
             divide = None
             if spec.storage.keep != "edges" and group is None:
-                divide = self._divide(call, context)
+                divide = self._divide(call)
             self.stage = CausalLM.from_call(
                 call, verification.slots, method, fetches, factor, context, hidden_states, divide
             )
@@ -117,13 +122,24 @@ class HFModel:
         stages = [self.stage] if collect is None else [self.stage, collect]
         return make_step(stages, batch, spec, _backward_context(verification), group)
 
-    def _divide(self, call: Call, context: CallContext) -> Divide | None:
+    def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
+        """Return the spec with the segments that are picked for a call; as it is if it has only one."""
+        device, sizes = batch.ids.device, self.verification.sizes
+        layers = len(layers_of(backbone_of(call.model)))
+        sizes = dataclasses.replace(sizes, layers=layers)
+        segments = segments_on(device, sizes, batch.rows, batch.seqlen)
+        if segments is None or not call.has_labels or self._divide(call) is None:
+            return spec
+        return spec.in_segments(*segments)
+
+    def _divide(self, call: Call) -> Divide | None:
         """Return the function that divides the model into segments of its layers; None if it is one stage.
 
         It stays one with all that stages hand on beside hidden states, or that a later step continues."""
         kind, verification = call.kind, self.verification
-        is_one = self.shares_rows or call.carried is not None or not verification.holding.is_plain
-        if is_one or kind.routed or kind.language_layout or context.padding or check.has_logit_penalty(call.model):
+        is_one = self.shares_rows or self.temperature is not None or not verification.holding.is_plain
+        is_one = is_one or call.carried is not None or verification.padding_of(call) is not None
+        if is_one or kind.routed or kind.language_layout or check.has_logit_penalty(call.model):
             return None
         found = layer_segments.segments_of(verification)
         return None if found is None else found.divide

@@ -55,7 +55,9 @@ class LayerSegments:
             context = whole.context._replace(parts=parts)
             slots = [slot for slot in whole.slots if slot.layer in span]
             stages.append(
-                Backbone(model, slots, recompute=recompute, fetches=whole.fetches, context=context, entry=entry)
+                Backbone(
+                    model, slots, recompute=recompute, fetches=whole.fetches, context=context, entry=entry
+                )
             )
         return [*stages, LossHead(whole)]
 

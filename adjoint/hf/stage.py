@@ -495,7 +495,9 @@ class LossHead(Stage):
     def __init__(self, whole: CausalLM) -> None:
         self.whole = whole
         model, backbone = whole.model, set(whole.backbone.modules())
-        self._modules = [(name, m) for name, m in model.named_modules() if m not in backbone and m is not model]
+        self._modules = [
+            (name, m) for name, m in model.named_modules() if m not in backbone and m is not model
+        ]
         parameters = [p for _, module in self._modules for p in module.parameters() if p.requires_grad]
         self._parameters = list(dict.fromkeys(parameters))
 
