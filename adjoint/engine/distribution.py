@@ -63,7 +63,7 @@ class Distribution:
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, checkpoints=None))
         grid = make_grid(spec, seqlen, [stage.stateful for stage in local_stages], reach, windows=windows)
         one_process = self.is_alone and grid.stores_inputs and local_stages[-1].is_loss
-        if one_process and grid.carried and not grid.has_windows and spec.backward.dy_from == "above":
+        if one_process and grid.carried and spec.backward.window is None and grid.dy_from == "above":
             return dataclasses.replace(grid, head_in_forward=True)
         return grid
 

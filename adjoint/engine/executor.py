@@ -350,8 +350,9 @@ class Executor(TileValues):
         for parameter, total in self.head_gradients.sums.items():
             self.gradients.room.pop(parameter, None)
             self.gradients.sums[parameter] = total.mul_(scale) if frees else total * scale
-            if self.rounds_finished_sums and self._lowest_stage.get(parameter) == top:
-                self.gradients.round(parameter)
+        if self.rounds_finished_sums:
+            sums = self.head_gradients.sums
+            self.gradients.round([p for p in sums if self._lowest_stage.get(p) == top])
         if frees:
             self.head_gradients = None
 
@@ -393,9 +394,11 @@ class Executor(TileValues):
             if self.scale is None and self.grid.head_in_forward:
                 return torch.ones((), dtype=self.accumulate_dtype, device=self.device)
             return self.scale
-        is_unscaled = self.head_is_unscaled and k == top - 1
-        if is_unscaled and self.scale is None:
-            return None
+        factor = None
+        if self.head_is_unscaled and k == top - 1:
+            if self.scale is None:
+                return None
+            factor = self.scale
         pieces: list[Tensor] = []
         for key in self.grid.cotangents(k, start, stop):
             piece = self.store[key]
@@ -409,7 +412,7 @@ class Executor(TileValues):
         if not pieces:
             return None
         dy = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
-        return dy * self.scale if is_unscaled else dy
+        return dy if factor is None else dy * factor
 
     def backward(self, t: Tile) -> None:
         """Pull a tape back."""
@@ -431,9 +434,7 @@ class Executor(TileValues):
         for slab in self.slabs.get(k, ()):
             slab.end_backward()
         if self.rounds_finished_sums:
-            for parameter in self.stage(k).parameters():
-                if self._lowest_stage[parameter] == k:
-                    self.gradients.round(parameter)
+            self.gradients.round([p for p in self.stage(k).parameters() if self._lowest_stage[p] == k])
 
     @functools.cached_property
     def _lowest_stage(self) -> dict[Tensor, int]:

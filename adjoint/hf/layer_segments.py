@@ -1,6 +1,6 @@
 """A wrapped model as segments of its layers: stages of one process, whose inputs alone the forward stores.
 
-Each stage runs the model's own code, with pass-through modules in the places of the other layers (`split`)."""
+Each stage runs the model's own code, with pass-through modules in the others' places (`split`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.engine.grid import Storage
@@ -17,6 +17,7 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import Refused
 from adjoint.hf.call import CallKind
 from adjoint.hf.model_parts import MODEL_ERRORS, Entry, backbone_of, calling_original_forwards
+from adjoint.hf.shared_positions import SharedPositions, SharedRotary, rotary_modules
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES
 from adjoint.hf.split import SPANS, Pretrained, describe
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, LossHead, StageParts, find_slots, make_step
@@ -39,7 +40,7 @@ class LayerSegments:
     """
 
     def __init__(self, description: Pretrained) -> None:
-        self.description = description
+        self.description, self.shared_positions = description, SharedPositions()
         self._parts: dict[range, tuple[PreTrainedModel, Entry | None, StageParts]] = {}
 
     def divide(self, whole: Backbone, layers: int) -> Sequence[Stage]:
@@ -49,23 +50,27 @@ class LayerSegments:
         if len(spans) == 1:
             return [whole]
         assert isinstance(whole, CausalLM)
+        self.shared_positions.clear()
         stages: list[Stage] = []
         for span in spans:
             model, entry, parts = self._part(whole.model, span)
             context = whole.context._replace(parts=parts)
             slots = [slot for slot in whole.slots if slot.layer in span]
-            stages.append(
-                Backbone(
-                    model, slots, recompute=recompute, fetches=whole.fetches, context=context, entry=entry
-                )
+            stage = Backbone(
+                model, slots, recompute=recompute, fetches=whole.fetches, context=context, entry=entry
             )
+            stage.shared_positions = self.shared_positions
+            stages.append(stage)
         return [*stages, LossHead(whole)]
 
     def _part(self, model: PreTrainedModel, span: range) -> tuple[PreTrainedModel, Entry | None, StageParts]:
         if span not in self._parts:
-            first_layer = getattr(backbone_of(model), self.description.layers)[0]
+            backbone = backbone_of(model)
+            first_layer = getattr(backbone, self.description.layers)[0]
             entry = Entry(first_layer, self.description.outputs[0]) if span.start else None
-            part_model = self.description.make_part(model, span, entry, has_head=False)
+            replaced: dict[nn.Module, nn.Module] = {} if entry is None else {first_layer: entry}
+            replaced |= {m: SharedRotary(m, self.shared_positions) for m in rotary_modules(backbone)}
+            part_model = self.description.make_part(model, span, replaced, has_head=False)
             self._parts[span] = part_model, entry, StageParts(part_model)
         return self._parts[span]
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from adjoint.hf.call import CallKind
 from adjoint.hf.chunk_context import ChunkContext
 from adjoint.hf.chunking import kept_features, sizes_of
 from adjoint.hf.kernels.replacements import ReplacementPlan
-from adjoint.hf.model_parts import Entry, PassThrough, backbone_of, original_class
+from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
 from adjoint.hf.verify.first_use import compare
 from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
@@ -127,7 +127,11 @@ class Pretrained:
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
     def make_part(
-        self, model: PreTrainedModel, span: range, entry: Entry | None = None, has_head: bool = True
+        self,
+        model: PreTrainedModel,
+        span: range,
+        replaced: Mapping[nn.Module, nn.Module] | None = None,
+        has_head: bool = True,
     ) -> PreTrainedModel:
         """Return the model with the layers of `span` alone.
 
@@ -135,7 +139,7 @@ class Pretrained:
         layers, parameters and buffers with `model`.
 
         Args:
-            entry: in the first layer's place, if the span does not have it.
+            replaced: further modules that the part has in the places of the model's.
             has_head: whether the last span has the head.
         """
         backbone, is_last = backbone_of(model), span.stop == self.n_layer
@@ -148,8 +152,7 @@ class Pretrained:
         memo: dict[int, object] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
             memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
-        if entry is not None:
-            memo[id(getattr(backbone, self.layers)[0])] = entry
+        memo |= {id(module): other for module, other in (replaced or {}).items()}
         shared = (model.config, *model.parameters(), *model.buffers())
         return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 

@@ -71,6 +71,7 @@ from adjoint.hf.model_parts import (
     replaced_forwards,
 )
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
+from adjoint.hf.shared_positions import SharedPositions
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.hf.verify.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.layers import State
@@ -193,6 +194,7 @@ class Backbone(Stage):
     precisions: ClassVar[frozenset[torch.dtype]] = frozenset()
     grows: tuple[int | None, ...] = ()
     fetches: bool = False
+    shared_positions: SharedPositions | None = None
 
     def __init__(
         self,
@@ -352,8 +354,11 @@ class Backbone(Stage):
         if (components := chunk.inputs.get(POSITIONS)) is not None:
             inputs[POSITIONS] = components.movedim(-1, 0)
         elif self.takes_positions and POSITIONS not in inputs:
-            positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
-            inputs[POSITIONS] = positions.expand(x.shape[0], -1)
+            span = past_length, past_length + x.shape[1]
+            if self.shared_positions is None:
+                inputs[POSITIONS] = torch.arange(*span, device=x.device).expand(x.shape[0], -1)
+            else:
+                inputs[POSITIONS] = self.shared_positions.positions(*span, x.shape[0], x.device)
         if self.padding is not None:
             attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
