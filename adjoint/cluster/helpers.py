@@ -25,7 +25,6 @@ from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.schedule import HelperTasks
 from adjoint.engine.stage import Stage
 from adjoint.memory import peak_memory_bytes
-from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
 UNITS_PER_HELPER = 2  # units that a helper holds: one under way, one whose inputs are there
@@ -118,9 +117,7 @@ class HelperShard:
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec, self.device = spec, torch.device(spec.device)
-        with torch.device("meta"):
-            full_stack = Stack(spec.model, seed=0)
-        self.part = full_stack.split(spec.spans[spec.shard]).to_empty(device=self.device).to(spec.dtype)
+        self.part = spec.model.make_part(spec.spans[spec.shard], self.device, spec.dtype)
         self.stages = self.part.stages()
         self.progress, self.at = 0, ("", True)  # as a shard's
 
