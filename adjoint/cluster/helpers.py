@@ -117,8 +117,9 @@ class HelperShard:
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec, self.device = spec, torch.device(spec.device)
-        self.part = spec.model.make_part(spec.spans[spec.shard], self.device, spec.dtype)
-        self.stages = self.part.stages()
+        self.span = spec.spans[spec.shard]
+        self.part = spec.model.make_part(self.span, self.device, spec.dtype)
+        self.stages = spec.model.stages(self.part, self.span, EngineSpec(1))
         self.progress, self.at = 0, ("", True)  # as a shard's
 
     def task(self, task: Task) -> list[np.ndarray]:
@@ -131,7 +132,7 @@ class HelperShard:
                 for parameter, weight in zip(stage.parameters(), weights, strict=True):
                     parameter.copy_(weight)
         rows = next(tensor.shape[0] for key, tensor in inputs.items() if key[0] == "y")
-        states = self.part.stage_states(self.part.initial_state(rows))
+        states = self.spec.model.stage_states(self.part, self.span, rows)
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, grid.cuts[-1])
         batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=states)
         with autocast(self.spec.precision, self.device):

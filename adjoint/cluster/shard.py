@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class PipelineWorker:
         if transport is not None and layout.tensor > 1:
             group = transport.among[tuple(self.tensor_ranks)]
         seed = spec.training.seed if drawn else None
-        self.part = self.model.make_part(self.span, self.device, spec.dtype, seed, group)
+        self.part: Any = self.model.make_part(self.span, self.device, spec.dtype, seed, group)
         if self.tied_head is not None:
             self.tied_head._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
@@ -259,8 +259,8 @@ class PipelineWorker:
         batch = Batch.from_labels(*labelled(ids), seq_idx).share(
             self.replica, self.spec.layout.replicas, self.device
         )
-        place = self.part, self.spec.spans, self.spec.shard
-        return dataclasses.replace(batch, states=self.model.stage_states(*place, batch.rows, states))
+        states = self.model.stage_states(self.part, self.span, batch.rows, states)
+        return dataclasses.replace(batch, states=states)
 
     def _engine_spec(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
@@ -269,7 +269,7 @@ class PipelineWorker:
     def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
         return ChunkedStep(
-            self.model.stages(self.part, self.spec.spans, self.spec.shard, engine_spec),
+            self.model.stages(self.part, self.span, engine_spec),
             batch,
             engine_spec,
             self.model.d_model,
@@ -482,8 +482,7 @@ class PipelineRank(Distribution):
         self.token_ranks = 1 if reads_windows(spec) else self.spec.layout.tensor
 
     def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
-        model, sequence = self.spec.model, self.spec.layout.sequence
-        if not model.has_layer_stages or stages_are_layers(model, spec, sequence):
+        if stages_are_layers(self.spec.model, spec, self.spec.layout.sequence):
             return range(len(stages))
         return self.spec.owners.shards
 

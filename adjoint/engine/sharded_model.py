@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
+from torch import nn
 
 from adjoint.engine.chunk_size import Sizes
 from adjoint.engine.grid import EngineSpec
@@ -15,11 +15,18 @@ from adjoint.engine.stage import Stage
 from adjoint.layers import State
 
 
+class ModelSource(Protocol):
+    """A StackConfig, or `hf.split.Pretrained`."""
+
+    @property
+    def n_layer(self) -> int: ...
+
+
 class ShardedModel(Protocol):
     """A model of which each worker holds consecutive layers; plain values, which are sent to workers.
 
     Attributes:
-        source: the StackConfig or `hf.split.Pretrained` that it was made from.
+        source: what it was made from.
         n_layer, d_model, num_parameters, tie_embeddings: of the complete model.
         names: of its parameters, in the model's order; a tied table has the embedding's name.
         embedding, head: names of the tables at both ends.
@@ -32,7 +39,6 @@ class ShardedModel(Protocol):
         documents: as `Method.engine_spec` takes them.
     """
 
-    source: Any
     n_layer: int
     d_model: int
     num_parameters: int
@@ -47,6 +53,9 @@ class ShardedModel(Protocol):
     exchanges_within_tiles: bool
     draws_numbers: bool
     documents: tuple[int, ...] | None
+
+    @property
+    def source(self) -> ModelSource: ...
 
     def in_precision(self, precision: str) -> Self:
         """Return the model with the states of "float32", "bfloat16" (autocast) or "float64"."""
@@ -65,7 +74,7 @@ class ShardedModel(Protocol):
         dtype: torch.dtype,
         seed: int | None = None,
         group: object = None,
-    ) -> Any:
+    ) -> nn.Module:
         """Return a module with the layers of `span`, the embedding if it is first, the head if it is last.
 
         Args:
@@ -74,20 +83,22 @@ class ShardedModel(Protocol):
             group: the process group whose ranks split each weight, or None.
         """
 
-    def stages(self, part: Any, spans: Sequence[range], shard: int, spec: EngineSpec) -> list[Stage | None]:
-        """Return the model's stages, None for those of other shards.
+    def stages(self, span_module: nn.Module, span: range, spec: EngineSpec) -> list[Stage | None]:
+        """Return a stage for the embedding, each layer and the head, None for what is not here.
+
+        Without `has_layer_stages` the first layer's stands for all that is here.
 
         Args:
-            part: from `make_part`, with the layers `spans[shard]`. spans: of all shards.
+            span_module: from `make_part`, with the layers `span`.
         """
 
     def stage_states(
-        self, part: Any, spans: Sequence[range], shard: int, rows: int, states: list[State] | None = None
+        self, span_module: nn.Module, span: range, rows: int, states: list[State] | None = None
     ) -> list[State]:
-        """Return each stage's state before a sequence, () for those of other shards.
+        """Return each stage's state before a sequence, () for those that are not here.
 
         Args:
-            part, spans, shard: as in `stages`. states: of the part's layers; None for zeros.
+            span_module, span: as in `stages`. states: of these layers; None for zeros.
         """
 
 

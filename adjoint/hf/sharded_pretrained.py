@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -54,8 +54,8 @@ class ShardedPretrained:
         group: object = None,
     ) -> PreTrainedModel:
         source = self.source
-        part = source.make_part(source.make_empty_model(), span)
-        for module in part.modules():
+        span_model = source.make_part(source.make_empty_model(), span)
+        for module in span_model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
                     storage = torch.empty_like(parameter, device=device, dtype=dtype)
@@ -65,27 +65,20 @@ class ShardedPretrained:
                     module._buffers[name] = buffer.to(
                         device, dtype if buffer.is_floating_point() else buffer.dtype
                     )
-        for name, buffer in part.named_buffers():  # those of the model that was examined, to the bit
+        for name, buffer in span_model.named_buffers():  # those of the model that was examined, to the bit
             if name in source.buffers:
                 buffer.copy_(source.buffers[name])
         if self.tie_embeddings and span == range(self.n_layer):
-            part.get_output_embeddings().weight = part.get_input_embeddings().weight
-        return part.train()
+            span_model.get_output_embeddings().weight = span_model.get_input_embeddings().weight
+        return span_model.train()
 
-    def stages(
-        self, part: PreTrainedModel, spans: Sequence[range], shard: int, spec: EngineSpec
-    ) -> list[Stage | None]:
-        part.train(torch.is_grad_enabled())  # it may have dropout
-        stage = self.source.make_stage(part, spans[shard], spec.storage.recompute)
-        return [stage if s == shard else None for s in range(len(spans))]
+    def stages(self, span_module: nn.Module, span: range, spec: EngineSpec) -> list[Stage | None]:
+        span_module.train(torch.is_grad_enabled())  # it may have dropout
+        stage = self.source.make_stage(cast(PreTrainedModel, span_module), span, spec.storage.recompute)
+        return [stage if k == 1 + span.start else None for k in range(self.n_layer + 2)]
 
     def stage_states(
-        self,
-        part: PreTrainedModel,
-        spans: Sequence[range],
-        shard: int,
-        rows: int,
-        states: list[State] | None = None,
+        self, span_module: nn.Module, span: range, rows: int, states: list[State] | None = None
     ) -> list[State]:
-        local = self.source.initial_states(spans[shard], rows, next(part.parameters()).device)
-        return [local if s == shard else () for s in range(len(spans))]
+        zeros = self.source.initial_states(span, rows, next(span_module.parameters()).device)
+        return [zeros if k == 1 + span.start else () for k in range(self.n_layer + 2)]

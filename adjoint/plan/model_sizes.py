@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -65,19 +66,10 @@ class LayerSize:
 
     def divided(self, ranks: int) -> LayerSize:
         """Return the sizes of one of `ranks` equal shares of the layer's heads or channels."""
-        return dataclasses.replace(
-            self,
-            weights=self.weights // ranks,
-            largest=self.largest // ranks,
-            casts=self.casts // ranks,
-            state=self.state // ranks,
-            grown=self.grown // ranks,
-            narrow=self.narrow // ranks,
-            flops=self.flops / ranks,
-            pairs=self.pairs / ranks,
-            serial=self.serial / ranks,
-            heads=self.heads // ranks,
-        )
+        elements = "weights", "largest", "casts", "state", "grown", "narrow", "heads"
+        shares = {name: getattr(self, name) // ranks for name in elements}
+        operations = {name: getattr(self, name) / ranks for name in ("flops", "pairs", "serial")}
+        return dataclasses.replace(self, **shares, **operations)
 
 
 class Model:
@@ -108,7 +100,8 @@ class Model:
     waiting: ClassVar[float] = 0.0
 
     def __init__(self, sharded: ShardedModel) -> None:
-        self.sharded, self.source = sharded, sharded.source
+        self.sharded = sharded
+        self.source: Any = sharded.source
         self.d_model, self.tie_embeddings = sharded.d_model, sharded.tie_embeddings
         self.costs, self.head_flops = layer_costs(sharded), 2 * sharded.costs[-1]
         # Modules of fake tensors, with their mode.
@@ -116,26 +109,26 @@ class Model:
         self.counted: dict[Hashable, Counted] = {}
         self.work_counted: dict[Hashable, StageWork] = {}
         self.tasks: dict[Hashable, int] = {}
-        n, parts, (whole, layers) = sharded.n_layer, list[int](), self._whole()
-        for span in (range(-1, -1), range(0), range(n, n)):
-            parts.append(sizes_of(self._part(whole, span).parameters())[0])
-        self.others, self.first, self.last = parts[0], parts[1] - parts[0], parts[2] - parts[0]
-        self.table = whole.get_parameter(sharded.embedding).numel()
-        self.parameter_sizes = tuple(p.numel() for p in whole.parameters())
-        self.num_parameters, self.in_8bit = sum(self.parameter_sizes), share_in_8bit(whole.parameters())
+        n = sharded.n_layer
+        model, layers, ends = self._modules((range(-1, -1), range(0), range(n, n)))
+        self.others, first, last = (sizes_of(end.parameters())[0] for end in ends)
+        self.first, self.last = first - self.others, last - self.others
+        self.table = model.get_parameter(sharded.embedding).numel()
+        self.parameter_sizes = tuple(p.numel() for p in model.parameters())
+        self.num_parameters, self.in_8bit = sum(self.parameter_sizes), share_in_8bit(model.parameters())
         self.layers = tuple(self._size(k, layer) for k, layer in enumerate(layers))
 
-    def _whole(self) -> tuple[Any, Sequence[Any]]:
-        """Return the model, whose tensors take no memory, and its layers."""
+    def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
+        """Return the model, its layers and its parts with the layers `spans`; tensors take no memory."""
         raise NotImplementedError
 
-    def _part(self, whole: Any, span: range) -> nn.Module:
-        """Return a part of the model: the layers of `span`, with embedding and head where it reaches them."""
-        raise NotImplementedError
-
-    def _size(self, k: int, layer: Any) -> LayerSize:
+    def _size(self, k: int, layer: nn.Module) -> LayerSize:
         """Return the sizes of layer k."""
         raise NotImplementedError
+
+    def _countable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that turns errors of fake tensors into an `Uncountable`."""
+        return contextlib.nullcontext()
 
     @property
     def n_layer(self) -> int:
@@ -205,18 +198,18 @@ class Model:
         return self.work_counted[key]
 
     def _count(self, piece: int, on: Conditions) -> Counted:
-        mode, stage, initial = self.stage(piece, on)
-        with stage_memory.counting(on, mode) as live:
-            return stage_memory.count(
-                stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, "")), live
-            )
+        with self._countable():
+            mode, stage, initial = self.stage(piece, on)
+            with stage_memory.counting(on, mode) as live:
+                example = stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
+                return stage_memory.count(example, live)
 
     def _count_work(self, piece: int, on: Conditions) -> StageWork:
-        mode, stage, initial = self.stage(piece, on)
-        with stage_memory.as_planned(on, mode):
-            return stage_memory.count_work(
-                stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
-            )
+        with self._countable():
+            mode, stage, initial = self.stage(piece, on)
+            with stage_memory.as_planned(on, mode):
+                example = stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
+                return stage_memory.count_work(example)
 
     def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
         """Return the peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""

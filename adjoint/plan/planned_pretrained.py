@@ -28,8 +28,7 @@ from adjoint.layers import StackConfig, State
 from adjoint.methods import Method, check_wrapped_method
 from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.outline import countable
-from adjoint.plan.roofline import StageWork
-from adjoint.plan.stage_memory import Conditions, Counted, fake_tensors
+from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.plan.worker_devices import Machine
 from adjoint.train.layout import Layout
 
@@ -57,12 +56,10 @@ class PretrainedModel(Model):
         super().__init__(ShardedPretrained(pretrained))
         self.largest_end = self.table
 
-    def _whole(self) -> tuple[PreTrainedModel, Sequence[nn.Module]]:
-        model = self._fake_model(torch.float32)[1]
-        return model, getattr(backbone_of(model), self.source.layers)
-
-    def _part(self, whole: PreTrainedModel, span: range) -> nn.Module:
-        return self.source.make_part(whole, span)
+    def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
+        model, source = self._fake_model(torch.float32)[1], self.source
+        layers = getattr(backbone_of(model), source.layers)
+        return model, layers, [source.make_part(model, span) for span in spans]
 
     def _size(self, k: int, layer: nn.Module) -> LayerSize:
         slots, narrow = _slots_of_layer(self.source.slots, k), _slots_of_layer(self.source.autocast, k)
@@ -87,7 +84,7 @@ class PretrainedModel(Model):
     def _fake_model(self, dtype: torch.dtype) -> tuple[FakeTensorMode, PreTrainedModel]:
         """Return a FakeTensorMode and the model made in it."""
         if dtype not in self.fakes:
-            with fake_tensors(dtype) as mode, mode, countable(self.source.kind):
+            with fake_tensors(dtype) as mode, mode, self._countable():
                 self.fakes[dtype] = mode, self.source.kind(copy.deepcopy(self.source.config)).train()
         return self.fakes[dtype]
 
@@ -95,12 +92,10 @@ class PretrainedModel(Model):
         pretrained, n = self.source.in_precision(on.precision), self.n_layer
         mode, model = self._fake_model(on.dtype)
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
+        slots = [] if on.plain else _slots_of_layer(pretrained.slots, piece)
+        multiplier = None if piece == EMBEDDING else 1.0
         with fake_tensors(on.dtype), mode:
-            piece_model, slots = (
-                pretrained.make_part(model, span),
-                [] if on.plain else _slots_of_layer(pretrained.slots, piece),
-            )
-            multiplier = None if piece == EMBEDDING else 1.0
+            piece_model = pretrained.make_part(model, span)
             state = tuple(
                 torch.zeros(on.batch, *s.shape, dtype=on.dtype if s.grows is None else s.dtype) for s in slots
             )
@@ -114,13 +109,8 @@ class PretrainedModel(Model):
         width = min(WIDEST, self.d_model)
         return StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")
 
-    def _count(self, piece: int, on: Conditions) -> Counted:
-        with countable(self.source.kind):
-            return super()._count(piece, on)
-
-    def _count_work(self, piece: int, on: Conditions) -> StageWork:
-        with countable(self.source.kind):
-            return super()._count_work(piece, on)
+    def _countable(self) -> contextlib.AbstractContextManager[None]:
+        return countable(self.source.kind)
 
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine

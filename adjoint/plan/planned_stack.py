@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from adjoint.engine.chunk_size import state_numel
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.sharded_model import ModelSource
 from adjoint.engine.stage import Stage, check_windows
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
@@ -38,14 +40,12 @@ class StackModel(Model):
         self.strands = config.strands
         super().__init__(ShardedStack(config))
 
-    def _whole(self) -> tuple[Stack, list[Block]]:
+    def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
         stack = ShardedStack.without_weights(self.source)
-        return stack, stack.blocks()
+        return stack, stack.blocks(), [stack.split(span) for span in spans]
 
-    def _part(self, whole: Stack, span: range) -> nn.Module:
-        return whole.split(span)
-
-    def _size(self, k: int, layer: Block) -> LayerSize:
+    def _size(self, k: int, layer: nn.Module) -> LayerSize:
+        assert isinstance(layer, Block)
         config, grows = self.source, layer.mixer.grows
         state = layer.mixer.initial_state(1, torch.float32, torch.device("meta"))
         kind = config.mixers[k]
@@ -107,10 +107,12 @@ class StackModel(Model):
         return plain(dataclasses.asdict(self.source))
 
 
-def model_of(source: Any) -> Model:
+def model_of(source: ModelSource) -> Model:
     """Return the planner's view of a StackConfig or a `Pretrained`."""
     if isinstance(source, StackConfig):
         return StackModel(source)
+    from adjoint.hf.split import Pretrained
     from adjoint.plan.planned_pretrained import PretrainedModel
 
+    assert isinstance(source, Pretrained)
     return PretrainedModel(source)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
-from adjoint.engine.bidirectional import block_by_chunks
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.module_tensors import ModuleTensors
@@ -38,6 +37,7 @@ from adjoint.layers.strands import (
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import group_of
+from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
 from adjoint.stack.structure import WHOLE_SEQUENCE
 

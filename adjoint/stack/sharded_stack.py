@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from typing import Self, cast
 
 import torch
+from torch import nn
 
 from adjoint.engine.chunk_size import Sizes, kept_bytes, state_numel
 from adjoint.engine.grid import EngineSpec
@@ -75,25 +75,26 @@ class ShardedStack:
         seed: int | None = None,
         group: object = None,
     ) -> Stack:
-        part = self.without_weights(self.source).split(span).to_empty(device="cpu")
-        if self.tie_embeddings and part.is_first and part.is_last:
-            part.lm_head.weight = part.embedding.weight  # to_empty made two of one
+        stack = self.without_weights(self.source).split(span).to_empty(device="cpu")
+        if self.tie_embeddings and stack.is_first and stack.is_last:
+            stack.lm_head.weight = stack.embedding.weight  # to_empty made two of one
         if seed is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 drawn = draw_seed()
-            part.reset_parameters(drawn)
+            stack.reset_parameters(drawn)
         if group is not None:
-            part.parallelize(group, "cluster.tensor", same_weights=True)
-        return part.to(device, dtype)
+            stack.parallelize(group, "cluster.tensor", same_weights=True)
+        return stack.to(device, dtype)
 
-    def stages(self, part: Stack, spans: Sequence[range], shard: int, spec: EngineSpec) -> list[Stage | None]:
-        return part.stages(spec.storage.recompute, reads_windows(spec))
+    def stages(self, span_module: nn.Module, span: range, spec: EngineSpec) -> list[Stage | None]:
+        return cast(Stack, span_module).stages(spec.storage.recompute, reads_windows(spec))
 
     def stage_states(
-        self, part: Stack, spans: Sequence[range], shard: int, rows: int, states: list[State] | None = None
+        self, span_module: nn.Module, span: range, rows: int, states: list[State] | None = None
     ) -> list[State]:
-        return part.stage_states(part.initial_state(rows) if states is None else states)
+        stack = cast(Stack, span_module)
+        return stack.stage_states(stack.initial_state(rows) if states is None else states)
 
 
 def _products(layer: Block) -> float:
