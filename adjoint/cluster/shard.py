@@ -35,7 +35,6 @@ from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
-from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.memory import begin_peak, peak_memory_bytes
@@ -420,18 +419,10 @@ class PipelineWorker:
 
         The layers continue from the last call's states, unless `begins`: then from zeros.
         """
-        span_module, y = self.part, x.to(self.device)
         if begins:
-            self.continued = span_module.initial_state(len(x))
-        seqlen, split = x.shape[1], span_module.tensor_parallel
-        if span_module.is_first:
-            y = span_module.embed(y)
-        elif split is not None:
-            y = split_tokens(y, split.group)
-        documents_and_tokens = () if split is None else (None, seqlen)
-        for k, block in enumerate(span_module.blocks()):
-            y, self.continued[k] = block(y, self.continued[k], *documents_and_tokens)
-        return span_module.all_tokens(y, seqlen).cpu()
+            self.continued = self.part.initial_state(len(x))
+        y, self.continued = self.part.run_layers(x.to(self.device), self.continued)
+        return self.part.all_tokens(y, x.shape[1]).cpu()
 
     @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:

@@ -363,13 +363,13 @@ class StackInShards(Stack):
     def initial_state(self, batch: int) -> list[State]:
         return []
 
-    def _hidden(
-        self, input_ids: torch.Tensor, states: list[State], *_: object
+    def run_layers(
+        self, x: torch.Tensor, states: list[State], *_: object
     ) -> tuple[torch.Tensor, list[State]]:
-        y = input_ids
+        y = x
         for ranks in self.ranks:
             y = self.each("hidden", dict.fromkeys(ranks, (y.cpu().numpy(), not states)))[0]
-        return y.to(input_ids.device), [()]  # which is not that of a beginning
+        return y.to(x.device), [()]  # which is not that of a beginning
 
     def logits(self, y: torch.Tensor) -> torch.Tensor:
         logits = self.each("logits", dict.fromkeys(self.ranks[-1], (y.cpu().numpy(),)))[0]

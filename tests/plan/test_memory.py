@@ -59,7 +59,7 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
         stack, ids = Stack(config, 0), torch.zeros(2, 2048, dtype=torch.long)
         states, targets = stack.initial_state(2), shift_labels(ids)
         if isinstance(method, Backprop):
-            y, _ = stack._hidden(ids, states, None, method.checkpoint)
+            y, _ = stack.run_layers(ids, states, None, method.checkpoint)
             stack.head_loss(y, targets).backward()
         else:
             batch = Batch(ids, targets, states=stack.stage_states(states))
