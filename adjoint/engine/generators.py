@@ -35,7 +35,7 @@ def torch_states() -> dict[str, Any]:
     """Return PyTorch's states: "torch", and a list "cuda".
 
     The list is empty if no GPU is in use or a CUDA graph is recorded."""
-    states: dict[str, Any] = Generators().states()[0]
+    states: dict[str, object] = Generators().states()[0]
     return states
 
 
@@ -124,8 +124,8 @@ class ChunkGenerators(Generators):
     def __init__(self, others: Sequence[object] = ()) -> None:
         super().__init__(others)
         self.has_drawn = False
-        self.states_by_chunk: dict[int, list[Any]] = {}
-        self.latest_states: list[Any] = []
+        self.states_by_chunk: dict[int, list[object]] = {}
+        self.latest_states: list[object] = []
 
     @contextlib.contextmanager
     def at_chunk(self, start: int, next_start: int | None = None) -> Iterator[None]:
