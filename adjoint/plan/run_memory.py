@@ -23,11 +23,9 @@ from adjoint.engine.worker_rules import (
     exchanges_within_tiles,
     forward_plan,
     grid_of,
-    owners_of,
     stages_are_layers,
     step_plan,
 )
-from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
 from adjoint.plan.bidirectional_step import step_peak
@@ -123,7 +121,7 @@ class Setup:
 
     def pieces(self, spans: Sequence[range]) -> list[list[int]]:
         """Return each stage's pieces, as `Model.stages` does."""
-        are_layers = stages_are_layers(self.model.source, self.spec, self.layout.sequence)
+        are_layers = stages_are_layers(self.model.sharded, self.spec, self.layout.sequence)
         return self.model.stages(spans, are_layers)
 
     def stage_states(self, spans: Sequence[range]) -> list[int]:
@@ -134,7 +132,7 @@ class Setup:
     @functools.cached_property
     def context_parallel(self) -> bool:
         """Whether ranks go through a sequence in rounds (`plan.rounds`): they meet inside of tiles."""
-        return exchanges_within_tiles(self.model.source, self.layout.sequence)
+        return exchanges_within_tiles(self.model.sharded, self.layout.sequence)
 
     @functools.cached_property
     def per_rank(self) -> Setup:
@@ -213,10 +211,9 @@ class Setup:
         """Return the programs of all workers on a batch of so many chunks."""
         model, spec, helpers = self.model, self.spec, self.layout.helped
         seqlen = min(self.seqlen, chunks * spec.chunk_size)
-        owners = owners_of(model.source, spans, self.layout.sequence)
+        owners, sharded = Owners.from_spans(spans, self.layout.sequence), model.sharded
         windows = None if spec.backward.window != "auto" else [self.window[0] or seqlen] * model.n_layer
-        costs = model.stage_costs(spans, isinstance(model.source, StackConfig))
-        grid = grid_of(model.source, spec, seqlen, owners, helpers, costs, windows)
+        grid = grid_of(sharded, spec, seqlen, owners, helpers, sharded.costs, windows)
         # the head's backward comes right after its forward
         if self.plain_autograd and spec.storage.tapes == 0:
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, tapes=1))
@@ -559,7 +556,7 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
         y = setup.y(spec.chunk_size)
-        are_layers = stages_are_layers(model.source, spec, setup.layout.sequence)
+        are_layers = stages_are_layers(model.sharded, spec, setup.layout.sequence)
         states = (max if are_layers else sum)(map(setup.state, span))  # of a stage
         largest_copy = max(y * (spec.storage.keep != "edges"), states)
         work += y + 4 * largest_copy  # two buffers of copies in each direction
