@@ -56,7 +56,9 @@ class SharedPositions:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.__init__()
+        self._positions.clear()
+        self._results.clear()
+        self._bytes = 0
 
 
 class SharedRotary(nn.Module):
