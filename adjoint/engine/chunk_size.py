@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.layers.bidirectional_mixer import directions_of
@@ -65,8 +66,18 @@ class SegmentSize(NamedTuple):
     layers: int
 
 
+class StackLike(Protocol):
+    """A `Stack`, or its part on a shard."""
+
+    config: StackConfig
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def blocks(self) -> Sequence[Any]: ...
+
+
 def default_chunk_size(
-    model: Any,
+    model: StackLike,
     input_ids: Tensor,
     recompute: str = "none",
     checkpoints: int | None = None,
@@ -85,7 +96,7 @@ def default_chunk_size(
 
 
 def sizes_of_stack(
-    model: Any, input_ids: Tensor, recompute: str = "none", weights_on_host: bool = False
+    model: StackLike, input_ids: Tensor, recompute: str = "none", weights_on_host: bool = False
 ) -> Sizes:
     """Return the sizes of a `Stack`, or of its part on a shard; arguments as in `default_chunk_size`."""
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()

@@ -61,6 +61,8 @@ class Distribution:
         if None not in itertools.chain.from_iterable([s.grows for s in local_stages]):
             # nothing has to be stored at edges
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, checkpoints=None))
+        # stages are segments already
+        spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, segment_layers=1))
         grid = make_grid(spec, seqlen, [stage.stateful for stage in local_stages], reach, windows=windows)
         one_process = self.is_alone and grid.stores_inputs and local_stages[-1].is_loss
         if one_process and grid.carried and spec.backward.window is None and grid.dy_from == "above":

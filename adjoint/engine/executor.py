@@ -136,7 +136,6 @@ class Executor(TileValues):
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         self.gradients = Gradients() if gradients is None else gradients
-        self.rounds_finished_sums = False
         self.head_gradients: Gradients | None = None
         self.head_is_unscaled = False
         self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
@@ -154,7 +153,8 @@ class Executor(TileValues):
         scale: Tensor | None,
         d_final: Sequence[Cotangents] | None = None,
         grid: Grid | None = None,
-        frees_head: bool = False,
+        is_last: bool = False,
+        rounds_sums: bool = False,
     ) -> None:
         """Set the cotangents and the grid with which the backward begins.
 
@@ -165,14 +165,17 @@ class Executor(TileValues):
             d_final: cotangents of the final states, one tuple per stage; None if no final state has one.
             grid: grid of the backward's program, if it differs from the forward's: its windows may be picked
                 after the forward.
-            frees_head: whether no other backward will follow.
+            is_last: whether no other backward will follow.
+            rounds_sums: whether a parameter's sum may get the parameter's dtype as soon as it is complete:
+                nobody else adds to it.
         """
         for slab in itertools.chain.from_iterable(self.slabs.values()):
             slab.begin_graph_task(torch._C._current_graph_task_id())
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
+        self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted
         if self.head_gradients is not None and scale is not None:
-            self._scale_head_gradients(scale, frees_head)
+            self._scale_head_gradients(scale, is_last)
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
 
     def results(self) -> tuple[Tensor | None, list[State]]:

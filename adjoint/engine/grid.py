@@ -479,6 +479,18 @@ def make_grid(
     return _make_grid(spec, seqlen, tuple(stateful), reach, stage_shards, stage_windows, tuple(costs))
 
 
+def _segments_of(shards: Sequence[int], layers: int | None) -> tuple[int, ...]:
+    """Return the segment of each stage where a segment is so many layers of one shard.
+
+    The stages are embedding, layers and head. The embedding goes with the first layer, unless each stage is a
+    segment; the head is one by itself."""
+    if layers is None or layers == 1:
+        return tuple(range(len(shards)))
+    names = [(shard, max(0, k - 1) // layers) for k, shard in enumerate(shards[:-1])]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return (*map(numbers.__getitem__, names), len(numbers))
+
+
 @functools.lru_cache(64)
 def _make_grid(
     spec: EngineSpec,
@@ -496,8 +508,11 @@ def _make_grid(
         windows_by_stage = tuple(next(picked) if picked is not None and s else None for s in stateful)
     else:
         windows_by_stage = tuple(window if s else None for s in stateful)
-    one_segment = spec.storage.keep == "edges" and window is None
-    segments = (shards if shards is not None else (0,) * n) if one_segment else tuple(range(n))
+    shards, segments = shards or (0,) * n, tuple(range(n))
+    if window is None:
+        segments = (
+            shards if spec.storage.keep == "edges" else _segments_of(shards, spec.storage.segment_layers)
+        )
     cuts, starts = spec.cuts(seqlen), set(spec.documents)
     document_starts = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
     grid = Grid(

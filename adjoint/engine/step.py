@@ -417,10 +417,8 @@ class ChunkedStep:
         self.inputs_are_freed = executor.grid.stores_inputs and frees_graph()
         freed = {"tape", "y", "dy"} if self.inputs_are_freed else {"tape"}
         stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
-        # rounded once, as the sums of several workers would be
-        executor.rounds_finished_sums = self.distribution.is_alone and not executor.gradients.has_unlisted
-        d_states = grouped(self.batch.states, d_final)
-        executor.begin_backward(scale, d_states, self.grid, frees_head=self.inputs_are_freed)
+        d_states, rounds_sums = grouped(self.batch.states, d_final), self.distribution.is_alone
+        executor.begin_backward(scale, d_states, self.grid, self.inputs_are_freed, rounds_sums)
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)

@@ -101,11 +101,10 @@ class HFModel:
             method, fetches = verification.wrap_state.method, verification.fetches
             factor = verification.router_loss_factor if call.kind.routed else 1.0
             hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
-            divide = None
             if spec.storage.keep != "edges" and group is None:
-                divide = self._divide(call)
+                context = context._replace(divide=self._divide(call))
             self.stage = CausalLM.from_call(
-                call, verification.slots, method, fetches, factor, context, hidden_states, divide
+                call, verification.slots, method, fetches, factor, context, hidden_states
             )
         else:
             self.stage = (Backbone if collect is not None else WeightedLogProbs)(
@@ -141,8 +140,8 @@ class HFModel:
         is_one = is_one or call.carried is not None or verification.padding_of(call) is not None
         if is_one or kind.routed or kind.language_layout or check.has_logit_penalty(call.model):
             return None
-        found = layer_segments.segments_of(verification)
-        return None if found is None else found.divide
+        segments = layer_segments.segments_of(verification)
+        return None if segments is None else segments.divide
 
     def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
         if call.num_documents == 1 or returns_states:

@@ -41,29 +41,25 @@ class LayerSegments:
 
     def __init__(self, description: Pretrained) -> None:
         self.description, self.shared_positions = description, SharedPositions()
-        self._parts: dict[range, tuple[PreTrainedModel, Entry | None, StageParts]] = {}
+        self._parts: dict[range, tuple[PreTrainedModel, StageParts]] = {}
 
-    def divide(self, whole: Backbone, layers: int) -> Sequence[Stage]:
-        """Return stages of so many layers each that together are `whole`, a model's only stage."""
-        n, recompute = self.description.n_layer, whole.recompute
+    def divide(self, lm: CausalLM, layers: int) -> Sequence[Stage]:
+        """Return stages of so many layers each that together are `lm`, a model's only stage."""
+        n = self.description.n_layer
         spans = [range(start, min(start + layers, n)) for start in range(0, n, layers)]
         if len(spans) == 1:
-            return [whole]
-        assert isinstance(whole, CausalLM)
+            return [lm]
         self.shared_positions.clear()
         stages: list[Stage] = []
         for span in spans:
-            model, entry, parts = self._part(whole.model, span)
-            context = whole.context._replace(parts=parts)
-            slots = [slot for slot in whole.slots if slot.layer in span]
-            stage = Backbone(
-                model, slots, recompute=recompute, fetches=whole.fetches, context=context, entry=entry
-            )
-            stage.shared_positions = self.shared_positions
-            stages.append(stage)
-        return [*stages, LossHead(whole)]
+            model, parts = self._make_part(lm.model, span)
+            context = lm.context._replace(parts=parts, divide=None)
+            slots = [slot for slot in lm.slots if slot.layer in span]
+            stages.append(Backbone(model, slots, recompute=lm.recompute, fetches=lm.fetches, context=context))
+        return [*stages, LossHead(lm)]
 
-    def _part(self, model: PreTrainedModel, span: range) -> tuple[PreTrainedModel, Entry | None, StageParts]:
+    def _make_part(self, model: PreTrainedModel, span: range) -> tuple[PreTrainedModel, StageParts]:
+        """Return the model with the layers of `span` alone, made once, without the head."""
         if span not in self._parts:
             backbone = backbone_of(model)
             first_layer = getattr(backbone, self.description.layers)[0]
@@ -71,14 +67,14 @@ class LayerSegments:
             replaced: dict[nn.Module, nn.Module] = {} if entry is None else {first_layer: entry}
             replaced |= {m: SharedRotary(m, self.shared_positions) for m in rotary_modules(backbone)}
             part_model = self.description.make_part(model, span, replaced, has_head=False)
-            self._parts[span] = part_model, entry, StageParts(part_model)
+            self._parts[span] = part_model, StageParts(part_model, entry, self.shared_positions)
         return self._parts[span]
 
 
 def segments_of(verification: Verification) -> LayerSegments | None:
     """Return the segments of a model, or None if it is not divided: a trial has found a reason."""
-    found = verification.compute_once(segments_of, _examine, verification)
-    return None if isinstance(found, str) else found
+    segments = verification.compute_once(segments_of, _examine, verification)
+    return None if isinstance(segments, str) else segments
 
 
 def _examine(verification: Verification) -> LayerSegments | str:
@@ -95,8 +91,8 @@ def _examine(verification: Verification) -> LayerSegments | str:
 
         def by_segments(copied: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
             call, slots = example_call(copied, ids, labels, CallKind()), find_slots(copied, ids)
-            divide = LayerSegments(description).divide
-            stage = CausalLM.from_call(call, slots, Exact(), context=CallContext(), divide=divide)
+            context = CallContext(divide=LayerSegments(description).divide)
+            stage = CausalLM.from_call(call, slots, Exact(), context=context)
             storage = Storage("inputs", segment_layers=length)
             return make_step([stage], call.batch()[0], dataclasses.replace(TRIAL_SPEC, storage=storage))
 

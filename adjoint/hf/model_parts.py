@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -173,7 +172,9 @@ class Entry(PassThrough):
 
     hidden: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> Tensor | tuple[Tensor | None, ...]:
         assert self.hidden is not None
         return super().forward(self.hidden)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 import torch
@@ -43,7 +44,8 @@ class ShardedPretrained:
 
     def sizes(self, precision: str, device: str, recompute: str, weights_on_host: bool = False) -> Sizes:
         element, slots = {"bfloat16": 2, "float64": 8}.get(precision, 4), self.source.slots
-        return sizes_of(self.source.features, slots, element, self.d_model, weights_on_host)
+        sizes = sizes_of(self.source.features, slots, element, self.d_model, weights_on_host)
+        return dataclasses.replace(sizes, layers=self.n_layer)
 
     def make_part(
         self,

@@ -6,10 +6,10 @@ They are the same in every segment."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 # Bytes of remembered results. A chunk's segments run one after another in the forward, all chunks of a
 # segment in the backward: of long sequences only the forward's are found again.
@@ -23,7 +23,7 @@ class SharedPositions:
 
     def __init__(self) -> None:
         self._positions: dict[tuple[object, ...], Tensor] = {}
-        self._results: dict[tuple[object, ...], Any] = {}
+        self._results: dict[tuple[object, ...], object] = {}
         self._bytes = 0
 
     def positions(self, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
@@ -33,7 +33,7 @@ class SharedPositions:
             self._positions[key] = torch.arange(start, stop, device=device).expand(rows, -1)
         return self._positions[key]
 
-    def result(self, key: tuple[object, ...], positions: Tensor, compute: Callable[[], Any]) -> Any:
+    def result(self, key: tuple[object, ...], positions: Tensor, compute: Callable[[], object]) -> object:
         """Return compute(), or what it has returned for the same positions.
 
         Args:
@@ -41,12 +41,12 @@ class SharedPositions:
             positions: a view of what `positions` has returned; the results of others are not remembered.
         """
         storage = positions.untyped_storage()._cdata
-        if all(known.untyped_storage()._cdata != storage for known in self._positions.values()):
+        if all(t.untyped_storage()._cdata != storage for t in self._positions.values()):
             return compute()
         key = *key, storage, positions.storage_offset(), positions.shape, positions.stride()
         if key not in self._results:
             result = compute()
-            nbytes = sum(t.nbytes for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor))
+            nbytes = sum(t.nbytes for t in tree_leaves(result) if isinstance(t, Tensor))
             if self._bytes + nbytes > MAX_BYTES:
                 self._results.clear()
                 self._bytes = 0
@@ -73,15 +73,16 @@ class SharedRotary(nn.Module):
         super().__init__()
         self.module, self.__dict__["shared"] = module, shared
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Any:
-        def compute() -> Any:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> object:
+        def compute() -> object:
             return self.module(x, position_ids, *args, **kwargs)
 
         others = *args, *kwargs.items()
         if not all(other is None or isinstance(other, (str, int, tuple)) for other in others):
             return compute()
         key = id(self), x.dtype, x.device, others
-        return self.__dict__["shared"].result(key, position_ids, compute)
+        shared: SharedPositions = self.__dict__["shared"]
+        return shared.result(key, position_ids, compute)
 
 
 def rotary_modules(backbone: nn.Module) -> list[nn.Module]:

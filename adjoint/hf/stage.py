@@ -78,6 +78,7 @@ from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 
+Divide = Callable[["CausalLM", int], Sequence[Stage]]
 # Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
 WEIGHTS = f"{PREFIX}weights"
 
@@ -86,10 +87,21 @@ class StageParts:
     """Parts of a model's stages that many calls share, valid for one state of the model.
 
     It keeps no model alive.
+
+    Args:
+        model: of the stages.
+        entry: of a model without its first layers, to which a stage's input is handed in their place; or
+            None.
+        shared_positions: of a model that is a segment of another's layers; or None.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model_ref = weakref.ref(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        entry: Entry | None = None,
+        shared_positions: SharedPositions | None = None,
+    ) -> None:
+        self.model_ref, self.entry, self.shared_positions = weakref.ref(model), entry, shared_positions
         self._logit_scales: dict[Callable[..., object], float | None] = {}  # by the forward that was measured
 
     @property
@@ -141,6 +153,7 @@ class CallContext(NamedTuple):
         is_padded_left: whether padding at the left was cut off.
         seqlen: tokens of a row, padding included; None if there is no call.
         parts: of the model as it is now; None to make them.
+        divide: divides the model's only stage into stages of so many layers each; None if it stays one.
     """
 
     padding: Padding | None = None
@@ -151,6 +164,7 @@ class CallContext(NamedTuple):
     is_padded_left: bool = False
     seqlen: int | None = None
     parts: StageParts | None = None
+    divide: Divide | None = None
 
     @staticmethod
     def from_call(call: Call, padding: Padding | None = None, parts: StageParts | None = None) -> CallContext:
@@ -162,9 +176,6 @@ class CallContext(NamedTuple):
         # Rows whose documents differ are joined, so that positions are others.
         real_end = None if call.rows_differ else len(is_real) - is_real[::-1].index(True)
         return context._replace(real_end=real_end, is_padded_left=not bool(call.mask[:, 0].all()))
-
-
-Divide = Callable[["Backbone", int], Sequence[Stage]]
 
 
 class Backbone(Stage):
@@ -183,8 +194,6 @@ class Backbone(Stage):
         fetches: as in `Stage`.
         router: makes a loss of the routers' logits, or returns them beside the hidden states; or None.
         context: properties of the call that all of its chunks share.
-        divide: returns stages of so many layers each that together are this one; None if it is not divided.
-        entry: of a model without its first layers, to which x is handed in their place; or None.
     """
 
     stateful: ClassVar[bool] = True
@@ -194,7 +203,6 @@ class Backbone(Stage):
     precisions: ClassVar[frozenset[torch.dtype]] = frozenset()
     grows: tuple[int | None, ...] = ()
     fetches: bool = False
-    shared_positions: SharedPositions | None = None
 
     def __init__(
         self,
@@ -206,12 +214,10 @@ class Backbone(Stage):
         fetches: bool = False,
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
-        divide: Divide | None = None,
-        entry: Entry | None = None,
     ) -> None:
         self.context = context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
-        self.multiplier, self.divide, self.entry = multiplier, divide, entry
+        self.multiplier = multiplier
         self.grows = tuple([slot.grows for slot in self.slots])
         self.stage_parts = context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
@@ -228,12 +234,10 @@ class Backbone(Stage):
         self.logit_scale = functools.cache(self.stage_parts.logit_scale)
 
     def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
-        if self.divide is None:
+        if self.context.divide is None or not isinstance(self, CausalLM):
             return [(self, state)]
-        rest = iter(state)
-        return [
-            (stage, tuple(itertools.islice(rest, len(stage.grows)))) for stage in self.divide(self, layers)
-        ]
+        rest, stages = iter(state), self.context.divide(self, layers)
+        return [(stage, tuple(itertools.islice(rest, len(stage.grows)))) for stage in stages]
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.chunk_context()
@@ -290,8 +294,8 @@ class Backbone(Stage):
         positions = self._past_positions(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         cache.row_lengths = self._row_lengths(chunk, past_length)
-        if self.entry is not None:
-            self.entry.hidden, x = x, x.detach()
+        if (entry := self.stage_parts.entry) is not None:
+            entry.hidden, x = x, x.detach()
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
@@ -307,8 +311,8 @@ class Backbone(Stage):
             masks = check.LargeMasks(self.model, limit).refused()
         with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
             output = self.call_backbone(x, cache, chunk, past_length)
-        if self.entry is not None:
-            self.entry.hidden = None
+        if entry is not None:
+            entry.hidden = None
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         last_read.state = None  # which the next chunk's scans must not take for their own
@@ -355,10 +359,10 @@ class Backbone(Stage):
             inputs[POSITIONS] = components.movedim(-1, 0)
         elif self.takes_positions and POSITIONS not in inputs:
             span = past_length, past_length + x.shape[1]
-            if self.shared_positions is None:
+            if (shared := self.stage_parts.shared_positions) is None:
                 inputs[POSITIONS] = torch.arange(*span, device=x.device).expand(x.shape[0], -1)
             else:
-                inputs[POSITIONS] = self.shared_positions.positions(*span, x.shape[0], x.device)
+                inputs[POSITIONS] = shared.positions(*span, x.shape[0], x.device)
         if self.padding is not None:
             attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
@@ -428,13 +432,12 @@ class CausalLM(Backbone):
         router_loss_factor: float = 1.0,
         context: CallContext | None = None,
         hidden_states: HiddenStates | None = None,
-        divide: Divide | None = None,
     ) -> CausalLM:
         """Make the stage of a call with labels.
 
         Args:
             method: says what is recomputed.
-            fetches, context, hidden_states, divide: as in the constructor.
+            fetches, context, hidden_states: as in the constructor.
             router_loss_factor: by which the model multiplies its routers' loss.
 
         Raises:
@@ -455,7 +458,6 @@ class CausalLM(Backbone):
             z_loss_factor=z / call.ids.numel() if z else None,  # the model takes the mean over all tokens
             penalty=LogitPenalty.from_call(call, padded) if check.has_logit_penalty(model) else None,
             hidden_states=hidden_states,
-            divide=divide,
         )
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
@@ -492,14 +494,14 @@ class LossHead(Stage):
     """A causal LM's head where its layers are other stages: hidden states → the chunk's summed loss.
 
     Args:
-        whole: the model's only stage, of which this is the end.
+        lm: the model as one stage, of which this is the end.
     """
 
     is_loss: ClassVar[bool] = True
 
-    def __init__(self, whole: CausalLM) -> None:
-        self.whole = whole
-        model, backbone = whole.model, set(whole.backbone.modules())
+    def __init__(self, lm: CausalLM) -> None:
+        self.lm = lm
+        model, backbone = lm.model, set(lm.backbone.modules())
         self._modules = [
             (name, m) for name, m in model.named_modules() if m not in backbone and m is not model
         ]
@@ -507,7 +509,7 @@ class LossHead(Stage):
         self._parameters = list(dict.fromkeys(parameters))
 
     def running(self) -> contextlib.AbstractContextManager[object]:
-        return self.whole.running()
+        return self.lm.running()
 
     def parameters(self) -> Iterable[Tensor]:
         return self._parameters
@@ -516,17 +518,17 @@ class LossHead(Stage):
         return self._modules
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        with self.whole.chunk_context():
-            return self.whole.chunk_loss(x, chunk), ()
+        with self.lm.chunk_context():
+            return self.lm.chunk_loss(x, chunk), ()
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
-            with self.whole.tensors.replaced(dict(zip(self._parameters, leaves, strict=True))):
-                return self.whole.chunk_loss(x, chunk), ()
+            with self.lm.tensors.replaced(dict(zip(self._parameters, leaves, strict=True))):
+                return self.lm.chunk_loss(x, chunk), ()
 
-        with self.whole.chunk_context():
+        with self.lm.chunk_context():
             return tile.linearize(call, self._parameters, x, (), gradients)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from adjoint.engine.chunk_size import chunk_size_for
+from adjoint.engine.chunk_size import chunk_size_for, segments_for
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.sharded_model import ShardedModel, layer_costs
 from adjoint.engine.stage import Stage
@@ -152,7 +152,11 @@ class Model:
         default = chunk_size_for(
             sizes, rows * self.strands, seqlen, kind, machine.memory, storage.checkpoints
         )
-        return method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
+        spec = method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
+        if spec.storage.segment_layers is not None or layout.world > 1:
+            return spec
+        segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory)
+        return spec if segments is None else spec.in_segments(*segments)
 
     def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
         """Return each stage's pieces, bottom up.

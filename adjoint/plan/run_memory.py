@@ -296,18 +296,14 @@ class ProgramBytes(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _program_bytes(
-    pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: bool
-) -> list[ProgramBytes]:
+def _program_bytes(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int) -> list[ProgramBytes]:
     """Return the memory of each worker's programs, besides states, weights and sums.
 
     Args:
-        y: bytes of a token between stages. alone: whether one process runs them, under autograd.
+        y: bytes of a token between stages.
     """
     grid = pipeline.grid
     plans = pipeline.plans()
-    # a second backward recomputes tapes: their inputs stay
-    stays = {key for t in grid.backward_tiles() for key in grid.reads(t) if key[0] == "y"} if alone else set()
 
     def message(key: Key) -> int:
         if key[0] in ("S", "dS"):
@@ -343,7 +339,7 @@ def _program_bytes(
                     current += size(key, action) - size_of.get(key, 0)
                     size_of[key] = size(key, action)
                 for key in action.frees if i + 1 == len(plans) else ():
-                    current -= 0 if key in stays else size_of.pop(key, 0)
+                    current -= size_of.pop(key, 0)
         sent, received = collections.defaultdict[int, list[int]](list), []
         for schedule in plans:
             for action in schedule.programs[w]:
@@ -386,10 +382,7 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
     stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
-    counted = [
-        _program_bytes(pipeline, stages, setup.y(1), setup.alone and not setup.plain_autograd)
-        for pipeline in pipelines
-    ]
+    counted = [_program_bytes(pipeline, stages, setup.y(1)) for pipeline in pipelines]
 
     more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
 

@@ -65,6 +65,8 @@ class ShardedStack:
             self.state_elements * stored,
             width=config.d_model,
             weights_on_host=weights_on_host,
+            layers=layers_at_a_time,
+            stream=config.d_model * element,
         )
 
     def make_part(

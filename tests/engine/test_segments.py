@@ -69,8 +69,8 @@ def test_segments_of_documents_of_second_backwards_and_of_sums_of_gradients(name
     documents = torch.arange(47).expand(2, -1) // 20
     inputs = model.inputs(ids, ids, documents)
     # Bamba's own attention does not keep documents apart
-    whole = None if name == "stack" else Exact(64, share_prefixes=False)
-    expected = model.results(whole, inputs)
+    reference = None if name == "stack" else Exact(64, share_prefixes=False)
+    expected = model.results(reference, inputs)
     method = Exact(8, segment_layers=2, share_prefixes=False)
     same(model.results(method, inputs), expected)
     model.model.zero_grad()
@@ -113,9 +113,9 @@ def test_random_numbers_of_segments_are_those_of_the_whole() -> None:
 
 
 def test_a_model_whose_backbone_has_hooks_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hook would see each segment's pass."""
-    model, seen = model_of(LLAMA), []
-    model.model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    """A hook of the final norm, which would run in every segment."""
+    model, calls = model_of(LLAMA), []
+    model.model.model.norm.register_forward_hook(lambda *_: calls.append(1))
     ids = torch.randint(0, 17, (1, 20))
     expected = model.results(None, model.inputs(ids, ids))
     numbers = stages_in(monkeypatch)
