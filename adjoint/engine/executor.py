@@ -135,6 +135,9 @@ class Executor(TileValues):
         self.total: Tensor | None = None
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
+        # of one chunk's outputs of each segment, which have no loss: the last that all segments recompute
+        self.norms, self.recomputed_norms = ChunkLosses(grid.stages), ChunkLosses(grid.stages)
+        self.compared_chunk = max(0, grid.chunks - 2)
         self.gradients = Gradients() if gradients is None else gradients
         self.head_gradients: Gradients | None = None
         self.head_is_unscaled = False
@@ -253,26 +256,49 @@ class Executor(TileValues):
     def _check_recomputed_losses(self) -> None:
         """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's."""
         recomputed, self.recomputed_losses = self.recomputed_losses, ChunkLosses(self.grid.chunks)
-        chunks = sorted(recomputed.written)
-        if not chunks or type(self.total) is not Tensor:  # a fake tensor has no values to compare
+        recomputed_norms, self.recomputed_norms = self.recomputed_norms, ChunkLosses(self.grid.stages)
+        if type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
-        first, second = (losses.select(chunks).double() for losses in (self.losses, recomputed))
+        chunks = sorted(recomputed.written)
+        # the loss of a sequence learnt by heart is mostly rounding itself
+        floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
+        self._compare(self.losses, recomputed, chunks, chunks, floors, "loss")
+        stages = sorted(recomputed_norms.written)
+        compared_chunks = [self.compared_chunk] * len(stages)
+        self._compare(self.norms, recomputed_norms, stages, compared_chunks, [0.0] * len(stages), "norm")
+
+    def _compare(
+        self,
+        forward: ChunkLosses,
+        recomputed: ChunkLosses,
+        indices: list[int],
+        chunks: list[int],
+        floors: list[float],
+        name: str,
+    ) -> None:
+        """Raise ChunkChangedError if recomputed values are not the forward's.
+
+        Args:
+            indices: of the values. chunks, floors: the chunk of each, and the least that a change is relative
+                to. name: of the values, for the message.
+        """
+        if not indices:
+            return
+        first, second = (values.select(indices).double() for values in (forward, recomputed))
         enabled, dtype = self.autocast
         limit = RECOMPUTE_RTOL[dtype if enabled else self.lowest_precision] * (
             RECOMPUTE_RTOL_CUDA_FACTOR if first.is_cuda else 1
         )
-        # the loss of a sequence learnt by heart is mostly rounding itself
-        floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
         scale = torch.maximum(first.abs(), first.new_tensor(floors))
         exceeds = ((second - first).abs() > limit * scale).tolist()  # False for nan
-        for c, forward_loss, recomputed_loss, differs in zip(
+        for c, forward_value, recomputed_value, differs in zip(
             chunks, first.tolist(), second.tolist(), exceeds, strict=True
         ):
             if differs:
                 start, stop = self.grid.cuts[c : c + 2]
                 raise ChunkChangedError(
-                    f"tokens {start} to {stop - 1} had the loss {forward_loss:.6g} in the forward and "
-                    f"{recomputed_loss:.6g} when they were computed again for the backward: "
+                    f"tokens {start} to {stop - 1} had the {name} {forward_value:.6g} in the forward and "
+                    f"{recomputed_value:.6g} when they were computed again for the backward: "
                     "something that the model depends on has changed in between, or it draws random "
                     "numbers from a generator that is not found"
                 )
@@ -315,6 +341,12 @@ class Executor(TileValues):
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
+            self._note_norm(self.norms, k, c, y)
+
+    def _note_norm(self, norms: ChunkLosses, k: int, c: int, y: Tensor) -> None:
+        """Note the norm of a segment's output, by which one that is recomputed is compared."""
+        if self.grid.head_in_forward and c == self.compared_chunk:
+            norms[k] = torch.linalg.vector_norm(y.detach(), dtype=self.accumulate_dtype)
 
     def _run_forward(
         self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch
@@ -374,6 +406,8 @@ class Executor(TileValues):
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
+        elif k < self.grid.stages - 1:
+            self._note_norm(self.recomputed_norms, k, c, y)
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 

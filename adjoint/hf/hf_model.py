@@ -77,7 +77,8 @@ class HFModel:
                 "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
                 "one process",
             )
-        if group is None and spec.storage.segment_layers is None and not batch.inputs:
+        is_open = spec.storage.segment_layers is None and not batch.inputs
+        if is_open and batch.ids.is_cuda and group is None:
             spec = self._in_segments(call, batch, spec)
         if not verification.wrap_state.announced:
             method = type(verification.wrap_state.method).__name__
