@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from adjoint.engine.tile import Gradients
 from adjoint.kernels import dispatch
 from adjoint.kernels.checks import differentiable_once
+from adjoint.kernels.unread import unread_linear, unread_result
 
 
 class CastWeights:
@@ -72,23 +73,27 @@ class FusedGradientAccumulation(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Tensors hash by identity, so `in` compares no values. A call with keyword arguments is left to
         # autograd, which then gives the cast a gradient: slower, and as correct.
-        if func is F.linear and not kwargs and args[1] in self.parameters and torch.is_grad_enabled():
+        is_linear = func is F.linear or func is unread_linear
+        if is_linear and not kwargs and args[1] in self.parameters and torch.is_grad_enabled():
             x, cast, bias = (*args, None)[:3]
             add = functools.partial(self.gradients.add_product, self.parameters[cast])
-            return _Linear.apply(x, cast, bias, add)
+            return _Linear.apply(x, cast, bias, add, func is unread_linear)
         return func(*args, **(kwargs or {}))
 
 
 class _Linear(torch.autograd.Function):
     """F.linear with a weight whose gradient goes to add(a, b), a @ b = dyᵀ x, and not to autograd.
 
-    x is (…, d_in), the cast weight (d_out, d_in), the bias (d_out) or None; the result is (…, d_out)."""
+    x is (…, d_in), the cast weight (d_out, d_in), the bias (d_out) or None; the result is (…, d_out), zeros
+    where it is `unread`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Tensor, bias: Tensor | None, add: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cast: Tensor, bias: Tensor | None, add: Any, unread: bool) -> Tensor:
         ctx.add, ctx.dtypes = add, (x.dtype, None if bias is None else bias.dtype)
         x = x.to(cast.dtype)
         ctx.save_for_backward(x, cast)
+        if unread:
+            return unread_result(x, cast)
         return F.linear(x, cast, None if bias is None else bias.to(cast.dtype))
 
     @staticmethod
@@ -100,4 +105,4 @@ class _Linear(torch.autograd.Function):
             ctx.add(rows.t(), x.flatten(0, -2))
         dx = (dy @ cast).to(dtype) if ctx.needs_input_grad[0] else None
         d_bias = rows.sum(0, dtype=bias_dtype) if ctx.needs_input_grad[2] else None
-        return dx, None, d_bias, None
+        return dx, None, d_bias, None, None

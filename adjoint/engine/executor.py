@@ -135,7 +135,7 @@ class Executor(TileValues):
         self.total: Tensor | None = None
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
-        # of one chunk's outputs of each segment, which have no loss: the last that all segments recompute
+        # of one chunk's states in each segment, which has no loss: the last chunk that all segments recompute
         self.norms, self.recomputed_norms = ChunkLosses(grid.stages), ChunkLosses(grid.stages)
         self.compared_chunk = max(0, grid.chunks - 2)
         self.gradients = Gradients() if gradients is None else gradients
@@ -341,12 +341,12 @@ class Executor(TileValues):
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
-            self._note_norm(self.norms, k, c, y)
+            self._note_norm(self.norms, k, c, after)
 
-    def _note_norm(self, norms: ChunkLosses, k: int, c: int, y: Tensor) -> None:
-        """Note the norm of a segment's output, by which one that is recomputed is compared."""
-        if self.grid.head_in_forward and c == self.compared_chunk:
-            norms[k] = torch.linalg.vector_norm(y.detach(), dtype=self.accumulate_dtype)
+    def _note_norm(self, norms: ChunkLosses, k: int, c: int, after: State) -> None:
+        """Note the norm of the last layer's state in a segment, by which a recomputed one is compared."""
+        if self.grid.head_in_forward and c == self.compared_chunk and after:
+            norms[k] = torch.linalg.vector_norm(after[-1].detach(), dtype=self.accumulate_dtype)
 
     def _run_forward(
         self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch
@@ -402,12 +402,13 @@ class Executor(TileValues):
         x, chunk = self.stage_input("y" if self.grid.first_of_segment(k) else "z", k, c)
         with self.exchange.tile_context(self, t):
             inputs = x, self.exchange.state(self, k, c), chunk, self.gradients
-            y, _, tape = self.gradients.unlisted_leaves.run_tile(lambda: stage.linearize(*inputs))
+            is_read = k == self.grid.stages - 1 or ("z", k, c) in self.grid.writes(t)
+            linearize = stage.linearize if is_read else stage.linearize_again
+            y, after, tape = self.gradients.unlisted_leaves.run_tile(lambda: linearize(*inputs))
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
-        elif k < self.grid.stages - 1:
-            self._note_norm(self.recomputed_norms, k, c, y)
+        self._note_norm(self.recomputed_norms, k, c, after)
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 

@@ -98,13 +98,25 @@ class LayerRun(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
+        return self._linearize(x, state, chunk, gradients, reads_output=True)
+
+    def linearize_again(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return self._linearize(x, state, chunk, gradients, reads_output=False)
+
+    def _linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients, *, reads_output: bool
+    ) -> tuple[Tensor, State, Pullback]:
         tapes, after = list[_LayerTape](), list[Tensor]()
         for stage, before in self.parts(state):
             with torch.no_grad():
                 inputs = x, _received(stage, before), chunk, gradients
             # each layer by itself: what it reads besides its input may be found in a second run of it alone
             run_tile = gradients.unlisted_leaves.run_tile
-            x, new, tape = run_tile(lambda stage=stage, inputs=inputs: stage.linearize(*inputs))  # type: ignore[misc]
+            is_read = reads_output or stage is not self.stages[-1]
+            linearize = stage.linearize if is_read else stage.linearize_again
+            x, new, tape = run_tile(lambda linearize=linearize, inputs=inputs: linearize(*inputs))  # type: ignore[misc]
             with torch.no_grad():
                 after += _sent(stage, before, new)
             tapes.append(_LayerTape(stage, before, tape))

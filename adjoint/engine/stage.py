@@ -20,6 +20,7 @@ from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.unread import unread
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
 
 
@@ -150,6 +151,12 @@ class Stage(abc.ABC):
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
         """Return the output, the new state and the pullback: see `tile.linearize`."""
+
+    def linearize_again(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        """Run `linearize` for its pullback alone: the output may be anything of its shape."""
+        return self.linearize(x, state, chunk, gradients)
 
     def forward_noting_decay(
         self, x: Tensor, state: State, chunk: Batch, decays: Decays
@@ -306,6 +313,23 @@ class Layer(Stage):
             return self._run(x, state, chunk, {**casts, **weights}, context)
 
         return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])
+
+    def linearize_again(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        with unread(self._last_product):
+            return self.linearize(x, state, chunk, gradients)
+
+    @functools.cached_property
+    def _last_product(self) -> nn.Module | None:
+        """The linear map whose result is added to the residual stream last; None of a block of the user's."""
+        block = self.block
+        if _class_of(block) is not Block or block.tensor_group is not None or self.recompute != "none":
+            return None
+        if block.mlp is None and _class_of(block.mixer) not in MIXERS.values():
+            return None
+        last: nn.Module | None = getattr(block.mixer if block.mlp is None else block.mlp, "out_proj", None)
+        return last
 
     def windowed_vjp(self, inputs: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
         """Compute the vjp cut to a window: see `tile.windowed_vjp`."""

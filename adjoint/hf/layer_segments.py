@@ -4,10 +4,13 @@ Each stage runs the model's own code, with pass-through modules in the others' p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,7 +19,13 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import Refused
 from adjoint.hf.call import CallKind
-from adjoint.hf.model_parts import MODEL_ERRORS, Entry, backbone_of, calling_original_forwards
+from adjoint.hf.model_parts import (
+    MODEL_ERRORS,
+    Entry,
+    backbone_of,
+    calling_original_forwards,
+    original_class,
+)
 from adjoint.hf.shared_positions import SharedPositions, SharedRotary, rotary_modules
 from adjoint.hf.snapshot import HOOK_ATTRIBUTES
 from adjoint.hf.split import SPANS, Pretrained, describe
@@ -37,10 +46,13 @@ class LayerSegments:
 
     Args:
         description: of the model.
+        last_products: for each layer, the name in it of the linear map that it calls last, if that only adds
+            to the layer's output; else None.
     """
 
-    def __init__(self, description: Pretrained) -> None:
-        self.description, self.shared_positions = description, SharedPositions()
+    def __init__(self, description: Pretrained, last_products: Sequence[str | None]) -> None:
+        self.description, self.last_products = description, last_products
+        self.shared_positions = SharedPositions()
         self._parts: dict[range, tuple[PreTrainedModel, StageParts]] = {}
 
     def divide(self, lm: CausalLM, layers: int) -> Sequence[Stage]:
@@ -62,12 +74,19 @@ class LayerSegments:
         """Return the model with the layers of `span` alone, made once, without the head."""
         if span not in self._parts:
             backbone = backbone_of(model)
-            first_layer = getattr(backbone, self.description.layers)[0]
+            layers = getattr(backbone, self.description.layers)
+            first_layer, last_product = layers[0], None
+            # the final norm's backward reads the last layer's output
+            if span.stop < self.description.n_layer and (name := self.last_products[span.stop - 1]):
+                last_product = layers[span.stop - 1].get_submodule(name)
             entry = Entry(first_layer, self.description.outputs[0]) if span.start else None
             replaced: dict[nn.Module, nn.Module] = {} if entry is None else {first_layer: entry}
             replaced |= {m: SharedRotary(m, self.shared_positions) for m in rotary_modules(backbone)}
             part_model = self.description.make_part(model, span, replaced, has_head=False)
-            self._parts[span] = part_model, StageParts(part_model, entry, self.shared_positions)
+            self._parts[span] = (
+                part_model,
+                StageParts(part_model, entry, self.shared_positions, last_product),
+            )
         return self._parts[span]
 
 
@@ -82,27 +101,61 @@ def _examine(verification: Verification) -> LayerSegments | str:
     model = verification.model
     if model.get_output_embeddings() is None or backbone_of(model) is model:
         return "it has no head of its own"
+    ids = example_tokens(model)[0]
     try:
         with calling_original_forwards(model), in_eval_mode(model):
-            description = describe(model, example_tokens(model)[0])
+            description = describe(model, ids)
+            last_products = _last_products(model, description, ids[:, :2])
         if name := _hooked(model, description):
             return f"{name} has hooks, which would run in every segment"
-        length = -(-description.n_layer // 3)
-
-        def by_segments(copied: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
-            call, slots = example_call(copied, ids, labels, CallKind()), find_slots(copied, ids)
-            context = CallContext(divide=LayerSegments(description).divide)
-            stage = CausalLM.from_call(call, slots, Exact(), context=context)
-            storage = Storage("inputs", segment_layers=length)
-            return make_step([stage], call.batch()[0], dataclasses.replace(TRIAL_SPEC, storage=storage))
-
-        by_whole, _ = gradient_functions(Exact(), CallKind())
-        compare(model, by_whole, gradients_by_engine(by_segments), SPANS)
+        try:
+            _compare_segments(model, description, last_products)
+        except Refused:  # layers with more after their last product, such as a norm
+            last_products = [None] * description.n_layer
+            _compare_segments(model, description, last_products)
     except Refused as refusal:
         return str(refusal)
     except MODEL_ERRORS as error:
         return f"its parts do not run: {type(error).__name__}: {error}"
-    return LayerSegments(description)
+    return LayerSegments(description, last_products)
+
+
+def _compare_segments(
+    model: PreTrainedModel, description: Pretrained, last_products: Sequence[str | None]
+) -> None:
+    """Compare the gradient of a few tokens, by segments of one layer, with the whole model's.
+
+    Raises:
+        Refused: they differ.
+    """
+
+    def by_segments(copied: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
+        call, slots = example_call(copied, ids, labels, CallKind()), find_slots(copied, ids)
+        context = CallContext(divide=LayerSegments(description, last_products).divide)
+        stage = CausalLM.from_call(call, slots, Exact(), context=context)
+        spec = dataclasses.replace(TRIAL_SPEC, storage=Storage("inputs"))
+        return make_step([stage], call.batch()[0], spec)
+
+    by_whole, _ = gradient_functions(Exact(), CallKind())
+    compare(model, by_whole, gradients_by_engine(by_segments), SPANS)
+
+
+@torch.no_grad()
+def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor) -> list[str | None]:
+    """Return the name in each layer of the `nn.Linear` that it calls last, or None."""
+    backbone, last = backbone_of(model), dict[int, str]()
+    with contextlib.ExitStack() as stack:
+        for k, layer in enumerate(getattr(backbone, description.layers)):
+            for name, module in layer.named_modules():
+                if type(module) is nn.Linear:
+                    note = functools.partial(_note_call, last, k, name)
+                    stack.callback(module.register_forward_hook(note).remove)
+        original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)
+    return [last.get(k) for k in range(description.n_layer)]
+
+
+def _note_call(last: dict[int, str], layer: int, name: str, *_: object) -> None:
+    last[layer] = name
 
 
 def _hooked(model: PreTrainedModel, description: Pretrained) -> str | None:

@@ -74,6 +74,7 @@ from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.shared_positions import SharedPositions
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.hf.verify.loss_trial import refuse_unsummable_loss, refuse_z_loss
+from adjoint.kernels.unread import unread
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
@@ -93,6 +94,7 @@ class StageParts:
         entry: of a model without its first layers, to which a stage's input is handed in their place; or
             None.
         shared_positions: of a model that is a segment of another's layers; or None.
+        last_product: the linear map that ends such a segment, if its backward does not need the result.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class StageParts:
         model: PreTrainedModel,
         entry: Entry | None = None,
         shared_positions: SharedPositions | None = None,
+        last_product: nn.Module | None = None,
     ) -> None:
         self.model_ref, self.entry, self.shared_positions = weakref.ref(model), entry, shared_positions
+        self.last_product = last_product
         self._logit_scales: dict[Callable[..., object], float | None] = {}  # by the forward that was measured
 
     @property
@@ -281,6 +285,12 @@ class Backbone(Stage):
             y, after, pullback = tile.linearize(call, self.trained_parameters, x, state, gradients)
 
         return y, after, pullback
+
+    def linearize_again(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        with unread(self.stage_parts.last_product if self.recompute == "none" else None):
+            return self.linearize(x, state, chunk, gradients)
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.unread import is_unread, unread_result
 
 
 def gated(gate: Tensor, value: Tensor) -> Tensor:
@@ -23,9 +24,12 @@ def gated(gate: Tensor, value: Tensor) -> Tensor:
 def gated_linear(gate: Tensor, value: Tensor, linear: nn.Module) -> Tensor:
     """linear(gated(gate, value)): (…, d_in) → (…, d_out). Of a plain `nn.Linear` in the inputs' dtype the
     product is not kept either; any other module, one with hooks say, is called as it is."""
-    if not _is_plain(linear, gate) or getattr(_local, "kept", False):
+    unread = is_unread(linear)
+    if not (unread or is_untouched(linear, nn.Linear)) or not _has_plain_weight(linear, gate):
         return linear(gated(gate, value))
-    inputs: tuple[Any, ...] = gate, value, linear.weight, linear.bias
+    if getattr(_local, "kept", False):
+        return linear(gated(gate, value))
+    inputs: tuple[Any, ...] = gate, value, linear.weight, linear.bias, unread
     return _GatedLinear.apply(*inputs) if torch.is_grad_enabled() else _GatedLinear.forward(*inputs)
 
 
@@ -43,10 +47,10 @@ def products_kept() -> Iterator[None]:
         _local.kept = before
 
 
-def _is_plain(linear: nn.Module, x: Tensor) -> bool:
+def _has_plain_weight(linear: nn.Module, x: Tensor) -> bool:
+    """Whether a linear module's weight is a plain tensor of the input's dtype."""
     return (
-        is_untouched(linear, nn.Linear)
-        and type(linear.weight) in (Tensor, nn.Parameter)  # and not quantised
+        type(linear.weight) in (Tensor, nn.Parameter)  # and not quantised
         and linear.weight.dtype == x.dtype
         and linear.weight.device == x.device
         and not torch.is_autocast_enabled(x.device.type)
@@ -73,7 +77,9 @@ class _GatedLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gate: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(gate: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, unread: bool) -> Tensor:
+        if unread:
+            return unread_result(gate, weight)
         return F.linear(F.silu(gate) * value, weight, bias)
 
     @staticmethod
@@ -83,12 +89,12 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, value, weight = ctx.saved_tensors
-        _, _, needs_weight, needs_bias = ctx.needs_input_grad
+        _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows, d_weight = dy.flatten(0, -2), None
         if needs_weight:
             d_weight = rows.t() @ (F.silu(gate) * value).flatten(0, -2)
         d_bias = rows.sum(0) if needs_bias else None
-        return *_backward(dy @ weight, gate, value), d_weight, d_bias
+        return *_backward(dy @ weight, gate, value), d_weight, d_bias, None
 
 
 def _backward(d: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,11 +135,9 @@ def stand_ins() -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner
 
     from adjoint.kernels import add_product, gated
-    from adjoint.kernels.checks import is_untouched
 
-    def is_plain(linear: Any, x: Any) -> bool:  # but for the class of its weight, which has no values
-        same_dtype = is_untouched(linear, torch.nn.Linear) and linear.weight.dtype == x.dtype
-        return same_dtype and not torch.is_autocast_enabled(x.device.type)
+    def has_plain_weight(linear: Any, x: Any) -> bool:  # but for its class, as it has no values
+        return linear.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
 
     def first_variant(tuner: Any, *args: Any, **options: Any) -> Any:
         tuner.best_config = tuner.configs[0]
@@ -149,7 +147,7 @@ def stand_ins() -> Iterator[None]:
         for target, name, value in (
             (Autotuner, "run", first_variant),
             (add_product, "_adds_in_float32", lambda device, dtype: True),
-            (gated, "_is_plain", is_plain),
+            (gated, "_has_plain_weight", has_plain_weight),
             (torch.cuda, "_exchange_device", lambda device: 0),
             (torch.cuda, "_maybe_exchange_device", lambda device: 0),
             (torch.cuda, "current_device", lambda: 0),

@@ -19,7 +19,7 @@ from tests.hf.hf_models import make
 from tests.model_helpers import make_model
 
 MIXED = ["mamba2", "attention", "mamba", "gated_deltanet", "mamba"]
-STACK = {"mixer": MIXED, "n_layer": 5, "tie_embeddings": True}
+STACK = {"mixer": MIXED, "n_layer": 5, "tie_embeddings": True, "d_intermediate": 14}
 BAMBA, LLAMA, MAMBA = "BambaForCausalLM", "LlamaForCausalLM", "MambaForCausalLM"
 WRAPPED = [BAMBA, LLAMA, MAMBA, "Qwen3NextForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM"]
 LENGTHS = (1, 2, 5)
@@ -81,6 +81,31 @@ def test_segments_of_documents_of_second_backwards_and_of_sums_of_gradients(name
         model.call(method, inputs).loss.backward()
     gradients = {n: p.grad / 4 for n, p in model.model.named_parameters() if p.grad is not None}
     same(gradients | {"loss": loss.detach()}, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"d_intermediate": 14}])
+def test_autocast_leaves_segments_the_gradients_of_the_whole(options: dict[str, int]) -> None:
+    """With the last product of a recomputed layer left out, whose weight's gradient goes to a wider sum."""
+    stack = make_model("mamba2", n_layer=3, **options).float()
+    ids = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(0))
+    results = []
+    for method in (Exact(8), Exact(8, segment_layers=1)):
+        stack.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = stack(ids, labels=ids, method=method).loss
+        loss.backward()
+        results.append({n: p.grad.clone() for n, p in stack.named_parameters()} | {"loss": loss.detach()})
+    same(*results, each=1e-5, total=1e-5)
+
+
+def test_a_recomputed_segment_that_has_changed_is_an_error() -> None:
+    stack = make_model("mamba2", n_layer=3)
+    ids = torch.randint(0, 17, (1, 40))
+    loss = stack(ids, labels=ids, method=Exact(8, segment_layers=1)).loss
+    mixer = stack.layers[1].mixer
+    mixer.register_forward_pre_hook(lambda module, args: (args[0] * 1.1, *args[1:]))
+    with pytest.raises(RuntimeError, match="when they were computed again for the backward"):
+        loss.backward()
 
 
 def test_a_state_carried_over_segments_has_its_gradient() -> None:

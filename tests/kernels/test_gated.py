@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels.gated import gated, gated_linear, products_kept
+from adjoint.kernels.unread import unread
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -102,3 +103,22 @@ def test_a_map_with_a_quantised_weight_is_called_as_it_is() -> None:
     y = gated_linear(gate, value, linear)
     y.sum().backward()
     assert torch.allclose(y, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_map_whose_result_is_not_read_has_its_gradients(bias: bool) -> None:
+    """Alone and after the gated product; a hook that would see the zeros has it computed."""
+    linear = nn.Linear(12, 5, bias=bias).double()
+    gate, value = inputs()
+    cotangent = torch.randn(2, 37, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for call in (lambda: gated_linear(gate, value, linear), lambda: linear(gate * value)):
+        leaves = [gate, value, *linear.parameters()]
+        expected = torch.autograd.grad(call(), leaves, cotangent)
+        with unread(linear):
+            zeros = call()
+        assert not zeros.any()
+        torch.testing.assert_close(torch.autograd.grad(zeros, leaves, cotangent), expected)
+    handle = linear.register_forward_hook(lambda *_: None)
+    with unread(linear):
+        assert linear(gate * value).any()
+    handle.remove()

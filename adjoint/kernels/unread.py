@@ -1,0 +1,77 @@
+"""A linear map whose result nobody reads: a layer that is computed again for its backward ends with one.
+
+Its product, a fifth to a third of a layer's, is left out; gradients are the linear map's. (Gradient
+checkpointing stops early for the same reason.)"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from adjoint.kernels import dispatch
+from adjoint.kernels.checks import differentiable_once, is_untouched
+
+
+class _UnreadForward:
+    """The forward of a linear module in `unread`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return unread_linear(x, self.linear.weight, self.linear.bias)
+
+
+@contextlib.contextmanager
+def unread(linear: nn.Module | None) -> Iterator[None]:
+    """Let a plain `nn.Linear` return zeros, with its own gradients; any other module stays as it is."""
+    if not isinstance(linear, nn.Linear) or not is_untouched(linear, nn.Linear):
+        yield
+        return
+    vars(linear)["forward"] = _UnreadForward(linear)
+    try:
+        yield
+    finally:
+        del vars(linear)["forward"]
+
+
+def is_unread(linear: nn.Module) -> bool:
+    """Whether a module is in `unread` now."""
+    return isinstance(vars(linear).get("forward"), _UnreadForward)
+
+
+def unread_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return zeros in the place of F.linear(x, weight, bias), with its gradients.
+
+    Modes of torch functions see it as they see F.linear."""
+    if has_torch_function((x, weight)):
+        zeros: Tensor = handle_torch_function(unread_linear, (x, weight), x, weight, bias)
+        return zeros
+    if (dtype := dispatch.autocast_dtype(x.device)) is not None:
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _UnreadLinear.apply(x, weight, bias)
+
+
+def unread_result(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the zeros, (…, d_out): a layer's code may look for numbers that are not finite."""
+    return x.new_zeros(*x.shape[:-1], weight.shape[0])
+
+
+class _UnreadLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return unread_result(x, weight)
+
+    @staticmethod
+    @differentiable_once("a linear map of a recomputed layer")
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        rows = dy.flatten(0, -2)
+        d_weight = rows.t() @ x.flatten(0, -2) if needs_weight else None
+        return dy @ weight if needs_x else None, d_weight, rows.sum(0) if needs_bias else None
