@@ -84,18 +84,23 @@ def test_segments_of_documents_of_second_backwards_and_of_sums_of_gradients(name
 
 
 @pytest.mark.parametrize("options", [{}, {"d_intermediate": 14}])
-def test_autocast_leaves_segments_the_gradients_of_the_whole(options: dict[str, int]) -> None:
+def test_under_autocast_segments_round_no_more_than_backpropagation(options: dict[str, int]) -> None:
     """With the last product of a recomputed layer left out, whose weight's gradient goes to a wider sum."""
     stack = make_model("mamba2", n_layer=3, **options).float()
     ids = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(0))
-    results = []
-    for method in (Exact(8), Exact(8, segment_layers=1)):
+    gradients = []
+    for method, enabled in (
+        (adjoint.Backprop(), False),
+        (adjoint.Backprop(), True),
+        (Exact(8, segment_layers=1), True),
+    ):
         stack.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = stack(ids, labels=ids, method=method).loss
         loss.backward()
-        results.append({n: p.grad.clone() for n, p in stack.named_parameters()} | {"loss": loss.detach()})
-    same(*results, each=1e-5, total=1e-5)
+        gradients.append(torch.cat([p.grad.flatten() for p in stack.parameters()]))
+    exact, by_backprop, by_segments = gradients
+    assert (by_segments - exact).norm() < 1.1 * (by_backprop - exact).norm()
 
 
 def test_a_recomputed_segment_that_has_changed_is_an_error() -> None:
