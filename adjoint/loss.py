@@ -16,6 +16,8 @@ from adjoint.kernels.collectives import all_gather_single
 
 # Elements of a slice's logits: 16 MiB in float32 on a CPU; 256 MiB on a GPU, which needs more to keep busy.
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
+# Devices on which launches cost more than what `_softmax_loss` holds besides the logits.
+FUSED_DEVICES = ("cuda",)
 
 
 class VocabularyShard(NamedTuple):
@@ -70,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = None
         if backward_follows and not keeps_factors:
             d_weight = torch.zeros_like(weight, dtype=dtype)
-        is_fused = _has_fused_softmax(hidden) and shard is None and weights is None
+        is_fused = hidden.device.type in FUSED_DEVICES and shard is None and weights is None
         for start in range(0, tokens, slice_tokens):
             h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
             if is_fused:
@@ -107,11 +109,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:  # the product is rounded once, when it has been summed
             d_weight = factor_or_gradient.T @ _scaled(hidden, d_loss, hidden.dtype)
         return d_hidden, d_weight, None, None, None, None
-
-
-def _has_fused_softmax(hidden: Tensor) -> bool:
-    """Whether launches cost more than what `_softmax_loss` holds besides the logits, as on a GPU."""
-    return hidden.is_cuda
 
 
 def _softmax_loss(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,8 +57,9 @@ class Distribution:
         """Return the tiles of a batch and their arrows; `windows` as in `make_grid`."""
         local_stages = [stage for stage in stages if stage is not None]
         reach = max([stage.reach for stage in local_stages])
-        if None not in itertools.chain.from_iterable([s.grows for s in local_stages]):
-            # nothing has to be stored at edges
+        if spec.storage.checkpoints is not None and not any(
+            None in stage.grows for stage in local_stages
+        ):  # nothing has to be stored at edges
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, checkpoints=None))
         # stages are segments already
         spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, segment_layers=1))

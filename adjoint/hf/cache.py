@@ -447,12 +447,14 @@ class ChunkCache(DynamicCache):
 
     def collect_state(self, slots: Sequence[Slot]) -> State:
         """Return the new state; of keys and values, the chunk's own piece."""
-        states_by_layer = [layer.states() if hasattr(layer, "states") else {} for layer in self.layers]
+        states_by_layer: dict[_StateLayer, dict[tuple[str, int], Tensor]] = {}
         new_state = []
         for slot in slots:
             layer, key = self.layers[slot.layer], (slot.name, slot.index)
-            value = states_by_layer[slot.layer][key]
-            is_unsent = key in getattr(layer, "handoffs", ()) and key not in layer.handed_off
+            if layer not in states_by_layer:
+                states_by_layer[layer] = layer.states()
+            value = states_by_layer[layer][key]
+            is_unsent = key in layer.handoffs and key not in layer.handed_off
             new_state.append(layer.handoffs[key].send(value) if is_unsent else value)
         return tuple(new_state)
 

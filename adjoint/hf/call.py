@@ -452,9 +452,10 @@ class Call:
         """
         if self.language_inputs is not None:
             return self.language_inputs.features
-        if self.has("input_ids") == self.has("inputs_embeds"):
+        has_ids = self.has("input_ids")
+        if has_ids == self.has("inputs_embeds"):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        name = "input_ids" if self.has("input_ids") else "inputs_embeds"
+        name = "input_ids" if has_ids else "inputs_embeds"
         tokens: Tensor = self.arguments[name]
         if name == "input_ids":
             expected, fits = (

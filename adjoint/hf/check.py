@@ -226,9 +226,12 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
             refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
     if why_not_recurrent := why_no_recurrence(config):
         refuse(model, why_not_recurrent)
-    root = root_of(model)
-    adapters = [a for module in root.modules() for a in (getattr(module, "peft_config", None) or {}).values()]
-    if [adapter for adapter in adapters if getattr(adapter, "peft_type", "") == "CPT"]:
+    adapters = [
+        getattr(adapter, "peft_type", "")
+        for module in root_of(model).modules()
+        for adapter in (getattr(module, "peft_config", None) or {}).values()
+    ]
+    if "CPT" in adapters:
         refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())

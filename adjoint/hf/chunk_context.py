@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import MethodType
 
 from torch import nn
@@ -18,7 +18,6 @@ from adjoint.fla import functions as fla
 from adjoint.hf.cache import last_read
 from adjoint.hf.kernels.replacements import REGISTRIES, ReplacementPlan, rebound_functions
 from adjoint.hf.model_parts import (
-    Forward,
     backbone_of,
     original_class,
     override_attribute,
@@ -82,7 +81,10 @@ class WithoutCheckpointing:
         modules = list(model.modules())
         self.flagged = [m for m in modules if hasattr(m, "gradient_checkpointing")]
         self.hooked = [m for m in modules if any(map(makes_inputs_require_grad, m._forward_hooks.values()))]
-        self.forwards = _wrapped_forwards(modules)
+        imported = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+        wrapper: type | tuple[()] = getattr(imported, "CheckpointWrapper", ())  # PyTorch's
+        wrapped = [m for m in modules if isinstance(m, wrapper)]
+        self.forwards = {m: m.get_submodule("_checkpoint_wrapped_module").__call__ for m in wrapped}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -99,14 +101,6 @@ class WithoutCheckpointing:
             yield
 
 
-def _wrapped_forwards(modules: Sequence[nn.Module]) -> dict[nn.Module, Forward]:
-    """Map each of PyTorch's `CheckpointWrapper`s to the forward of the module inside it."""
-    imported = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    wrapper: type | tuple[()] = getattr(imported, "CheckpointWrapper", ())
-    wrapped = (m for m in modules if isinstance(m, wrapper))
-    return {m: m.get_submodule("_checkpoint_wrapped_module").__call__ for m in wrapped}
-
-
 class ChunkRandomness(ChunkGenerators):
     """The random generators of a model, replayed chunk by chunk.
 
@@ -121,9 +115,9 @@ class ChunkRandomness(ChunkGenerators):
         modules = list(model.modules())
         super().__init__(generators_in(modules))
         rates = [getattr(m, "p", 0) for m in modules if isinstance(m, nn.modules.dropout._DropoutNd)]
-        own_configs = [getattr(m, "config", None) for m in modules]
-        configs = [vars(config) for config in own_configs if isinstance(config, PreTrainedConfig)][:1]
-        rates += [v for c in configs for n, v in c.items() if "drop" in n and isinstance(v, (int, float))]
+        configs = [c for m in modules if isinstance(c := getattr(m, "config", None), PreTrainedConfig)]
+        settings = vars(configs[0]) if configs else {}
+        rates += [v for n, v in settings.items() if "drop" in n and isinstance(v, (int, float))]
         self.has_dropout = (model.training and any(rates)) or has_embedding_noise(model)
 
 
@@ -162,4 +156,4 @@ class EmbeddingNoise:
 
 def has_embedding_noise(model: nn.Module) -> bool:
     """Whether an embedding of the model gets noise in the model's present mode."""
-    return any(module.training for module in EmbeddingNoise(model, None).modules)
+    return any(module.training for module in model.modules() if vars(module).get(_ALPHA))

@@ -62,11 +62,7 @@ class ShardedPretrained:
                 if parameter is not None:
                     storage = torch.empty_like(parameter, device=device, dtype=dtype)
                     setattr(module, name, nn.Parameter(storage, parameter.requires_grad))
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(
-                        device, dtype if buffer.is_floating_point() else buffer.dtype
-                    )
+        span_model.to(device, dtype)  # buffers
         for name, buffer in span_model.named_buffers():  # those of the model that was examined, to the bit
             if name in source.buffers:
                 buffer.copy_(source.buffers[name])

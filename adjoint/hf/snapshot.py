@@ -67,7 +67,7 @@ class Snapshot:
             for name, module in model.named_modules()
         }
         named = settings_holders(model)
-        self.holders: dict[str, ref[SettingsHolder]] = {name: ref(holder) for name, holder in named.items()}
+        self.holders: dict[str, ref[SettingsHolder]] = dict(zip(named, map(ref, named.values()), strict=True))
         self.settings = comparable_settings(named)
         self.weights = {
             name: (p.requires_grad, p.dtype, p.device, type(p), hasattr(p, PARTITIONED))

@@ -15,8 +15,9 @@ from adjoint.engine.chunk_size import chunk_size_for, segments_for
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.sharded_model import ShardedModel, layer_costs
 from adjoint.engine.stage import Stage
+from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
-from adjoint.methods import Method
+from adjoint.methods import Method, ModelKind
 from adjoint.plan import stage_memory
 from adjoint.plan.roofline import StageWork
 from adjoint.plan.stage_memory import Conditions, Counted
@@ -79,7 +80,7 @@ class Model:
         sharded: the model as shards hold it.
 
     Attributes:
-        source: the StackConfig or `Pretrained` that it was made from.
+        source: the StackConfig or `Pretrained` that it was made from. kind: as `Method.why_not` takes it.
         layers: sizes of the layers, bottom up.
         costs: times of the layers relative to each other; the last one includes the head.
         first, last, others: numbers of parameters that come with the embedding, with the head, with any span
@@ -94,6 +95,7 @@ class Model:
         waiting: bytes of gradients that collect on a GPU before they are added to the sums.
     """
 
+    kind: ModelKind = "stack"
     largest_end = 0
     strands = 1
     values_apart: ClassVar[bool] = True
@@ -146,6 +148,8 @@ class Model:
         Raises:
             UserError: the method is not for such a model.
         """
+        if why := method.why_not(self.kind):
+            raise UserError(f"method.name: {why}; got {method!r}")
         (rows, seqlen), storage = size, method.storage
         sharded, kind = self.sharded.in_precision(machine.precision), machine.kind
         sizes = sharded.sizes(machine.precision, kind, storage.recompute, machine.weights_on_host)

@@ -15,22 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch
-from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import MAX_PENDING_BYTES
-from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.sharded_pretrained import ShardedPretrained
 from adjoint.hf.split import Pretrained
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
-from adjoint.methods import Method, check_wrapped_method
+from adjoint.methods import ModelKind
 from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.outline import countable
 from adjoint.plan.stage_memory import Conditions, fake_tensors
-from adjoint.plan.worker_devices import Machine
-from adjoint.train.layout import Layout
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,6 +43,7 @@ class PretrainedModel(Model):
         pretrained: its description.
     """
 
+    kind: ModelKind = "wrapped"
     values_apart: ClassVar[bool] = False
     waiting: ClassVar[float] = MAX_PENDING_BYTES
 
@@ -111,20 +108,6 @@ class PretrainedModel(Model):
 
     def _countable(self) -> contextlib.AbstractContextManager[None]:
         return countable(self.source.kind)
-
-    def engine_spec(
-        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
-    ) -> EngineSpec:
-        """Return the method's instructions to the engine.
-
-        Raises:
-            UserError: the method is not for transformers models.
-        """
-        try:
-            check_wrapped_method(method)
-        except ValueError as error:
-            raise UserError(f"method.name: {error}") from None
-        return super().engine_spec(method, size, layout, machine)
 
     def described(self) -> dict[str, object]:
         return {

@@ -16,7 +16,7 @@ from adjoint.engine.stage import Stage, check_windows
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.bidirectional_mixer import directions_of
-from adjoint.methods import Method, check_bidirectional_method
+from adjoint.methods import Method
 from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.plan.worker_devices import Machine
@@ -38,6 +38,7 @@ class StackModel(Model):
 
     def __init__(self, config: StackConfig) -> None:
         self.strands = config.strands
+        self.kind = "stack" if config.bidirectional is None else "bidirectional"
         super().__init__(ShardedStack(config))
 
     def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
@@ -96,12 +97,10 @@ class StackModel(Model):
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
     ) -> EngineSpec:
-        is_bidirectional = self.source.bidirectional is not None
-        if is_bidirectional:
-            check_bidirectional_method(method)
         spec = super().engine_spec(method, size, layout, machine)
         check_windows(self.source, spec)
-        return spec.without_tapes() if is_bidirectional and method.has_chunks else spec  # scans keep no tapes
+        # scans of bidirectional layers keep no tapes
+        return spec.without_tapes() if self.kind == "bidirectional" and method.has_chunks else spec
 
     def described(self) -> dict[str, object]:
         return plain(dataclasses.asdict(self.source))

@@ -157,11 +157,26 @@ def count(example: Example, live: LiveBytes) -> Counted:
     return Counted(forward, linearized, saved, pulled, new_state, live.live - before)
 
 
+class AddedTogether(Gradients):
+    """Sums of gradients as a GPU makes them: those of a tile are added by one launch for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[tuple[Tensor, Tensor | None]] = []
+
+    def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if parameter in self.sums:
+            self.pending.append((parameter, gradient))
+        else:
+            super().add(parameter, gradient)
+
+
 def count_work(example: Example) -> StageWork:
-    """Count the operators of a stage on a chunk; call it inside of `as_planned`."""
-    gradients = Gradients()
-    for weight in example.stage.parameters():  # the sums of gradients exist already
-        gradients.add(weight, torch.zeros_like(weight))
+    """Count the operators of a stage on a chunk of a GPU; call it inside of `as_planned`."""
+    gradients = AddedTogether()
+    zeros = [(weight, torch.zeros_like(weight)) for weight in example.stage.parameters()]
+    for _ in range(2):  # sums of gradients exist already, and what rounding has added to them
+        gradients.add_all(zeros)
     example.forward()  # makes the casts of a step
     with OperatorCounter() as counter:
         example.forward()
@@ -169,6 +184,7 @@ def count_work(example: Example) -> StageWork:
         _, _, pullback = example.stage.linearize(example.x, example.state, example.chunk, gradients)
         linearized = counter.take()
         pullback(example.dy, example.d_state)
+        gradients.add_all(gradients.pending)
         return StageWork(example.chunk.seqlen, forward, linearized, counter.take())
 
 

@@ -6,7 +6,6 @@ of a mixer or an MLP, which is gathered from all ranks while it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,9 +81,6 @@ class RankModel(Model):
         self.num_parameters, self.head_flops = model.num_parameters // ranks, model.head_flops / ranks
         self.parameter_sizes = tuple(-(-n // ranks) for n in model.parameter_sizes)
         self.d_model = -(-model.d_model // ranks)  # of the residual stream: a share of the tokens
-
-    def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
-        return self.model.stages(spans, are_layers)
 
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine

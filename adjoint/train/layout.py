@@ -161,10 +161,6 @@ class Layout:
 
         return at_most(chunk_size, seqlen, self.sequence)
 
-    def chunk_size(self, method: Method, seqlen: int, default: int) -> int:
-        """Return the tokens of a chunk; where the method does not say, `default` or fewer (`at_most`)."""
-        return method.engine_spec(seqlen, self.at_most(default, seqlen)).chunk_size
-
     # ------------------------------------------------------------------------------ what does not go together
 
     def check(self, model: LayeredModel, method: Method) -> None:
@@ -241,7 +237,7 @@ class Layout:
     def check_chunks(self, method: Method, seqlen: int, chunk_size: int | None = None) -> None:
         """Raise a UserError where some worker of a sequence would have no chunk, of the shortest length there
         may be where it is not known yet."""
-        size = chunk_size or self.chunk_size(method, seqlen, seqlen)
+        size = chunk_size or method.engine_spec(seqlen, self.at_most(seqlen, seqlen)).chunk_size
         chunks = -(-seqlen // size)
         if chunks < self.sequence:
             raise UserError(

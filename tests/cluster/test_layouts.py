@@ -41,6 +41,7 @@ from tests.cluster.threads import (
     disturbed_stack,
     local_transports,
     make_shards,
+    shards_with,
     split,
     together,
     train_shards,
@@ -61,33 +62,39 @@ def weights_of(shards: list[PipelineWorker]) -> dict[str, torch.Tensor]:
 
 
 def trained(
-    config: StackConfig,
+    source: Any,
     method: Any,
     layout: Layout,
     batches: list[torch.Tensor],
     training: TrainingConfig = TRAINING,
+    wrapped: Any = None,
 ) -> None:
     """Losses, gradients and weights are those of one process: to rounding, and bit for bit where every sum is
-    taken in the same order. They have the same bits on all workers of a shard, and when run again."""
-    stack = disturbed_stack(config)
-    losses, expected = train_stack(stack, method, training, batches)
-    workers = disturbed_shards(config, layout, method, training)
+    taken in the same order. They have the same bits on all workers of a shard, and when run again.
+
+    Args:
+        source: a StackConfig, or the description of `wrapped`, a model with the method.
+    """
+    model = disturbed_stack(source) if wrapped is None else wrapped
+    arguments = {n: p.detach().clone() for n, p in model.named_parameters()}, source, layout, method, training
+    losses, expected = train_stack(model, method if wrapped is None else None, training, batches)
+    workers = shards_with(*arguments)
     found_losses, gradients = train_shards(workers, training, batches)
-    weights, stack_weights = weights_of(workers), dict(stack.named_parameters())
+    weights, expected_weights = weights_of(workers), dict(model.named_parameters())
     assert found_losses == pytest.approx(losses, rel=1e-12)
     assert_same(gradients, expected, 1e-12)
-    assert_same(weights, stack_weights, 1e-11)
+    assert_same(weights, expected_weights, 1e-11)
     alone = layout.world == layout.shards and training.grad_accumulation == 1
-    if alone and isinstance(method, Exact) and (layout.shards == 1 or not config.tie_embeddings):
+    if alone and isinstance(method, Exact) and (layout.shards == 1 or not source.tie_embeddings):
         assert found_losses == losses
         assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-        assert all(torch.equal(weights[name], stack_weights[name]) for name in stack_weights)
-    again = disturbed_shards(config, layout, method, training) if layout.world > layout.shards else workers
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
+    again = shards_with(*arguments) if layout.world > layout.shards else workers
     if again is not workers:
         assert train_shards(again, training, batches)[0] == found_losses
     for shard in (*workers, *again):
         assert all(torch.equal(p, weights[name]) for name, p in shard.named_weights().items())
-        assert shard.table is None or torch.equal(shard.table, weights["embedding.weight"])
+        assert shard.table is None or torch.equal(shard.table, weights[shard.model.embedding])
 
 
 # ------------------------------------------------------------------------------------------ the same training

@@ -18,10 +18,9 @@ from adjoint.plan.outline import described_by_files
 from adjoint.train import pretrained as train_pretrained
 from adjoint.train.layout import Layout
 from tests.cluster.faults import FLAGS, told
-from tests.cluster.test_layouts import name_of
-from tests.cluster.threads import TRAINING, make_shards, together, train_shards, train_stack
+from tests.cluster.test_layouts import name_of, trained
+from tests.cluster.threads import TRAINING, make_shards
 from tests.hf.hf_models import float64_throughout, make
-from tests.model_helpers import assert_same
 from tests.training_helpers import train_tiny
 
 HYBRID = {"num_hidden_layers": 4, "attn_layer_indices": [1]}
@@ -38,24 +37,12 @@ CASES = [
     "layout", [Layout(3), Layout(3, 1, 2), Layout(1, 2), Layout(2, 2), Layout(1, 3)], ids=name_of
 )
 def test_shards_are_one_process(name: str, options: dict[str, Any], layout: Layout, one_thread: None) -> None:
-    method = adjoint.Exact(7)
-    generator = torch.Generator().manual_seed(0)
+    method, generator = adjoint.Exact(7), torch.Generator().manual_seed(0)
     batches = [torch.randint(3, 61, (2, 24), generator=generator) for _ in range(3)]  # 7 does not divide 24
     with float64_throughout():
         model = make(name, **options)
         pretrained = examine(model, batches[0][:1, :13])
-        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        shards = make_shards(pretrained, layout, method, TRAINING)
-        for shard in shards:
-            with torch.no_grad():
-                for n, p in shard.named_weights().items():
-                    p.copy_(weights[n])
-        together(shards, lambda shard: shard.share_table())
-        losses, gradients = train_stack(adjoint.wrap(model, method), None, TRAINING, batches)
-        got_losses, got = train_shards(shards, TRAINING, batches)
-    assert got_losses == pytest.approx(losses, rel=1e-12)
-    assert got.keys() == gradients.keys()
-    assert_same(got, gradients, 1e-12)
+        trained(pretrained, method, layout, batches, wrapped=adjoint.wrap(model, method))
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from adjoint.engine.executor import Pending
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import CAPACITY
 from adjoint.engine.sharded_model import ShardedModel
-from adjoint.hf.sharded_pretrained import ShardedPretrained
-from adjoint.hf.split import Pretrained
 from adjoint.parallel.transport import Channel
 from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import TrainingConfig, load_config
@@ -164,7 +162,11 @@ def sharded_model(model: Any) -> ShardedModel:
     """A StackConfig or a `Pretrained` as shards hold it; what is that already, unchanged."""
     if isinstance(model, StackConfig):
         return ShardedStack(model)
-    return ShardedPretrained(model) if isinstance(model, Pretrained) else model
+    if hasattr(model, "source"):
+        return model
+    from adjoint.hf.sharded_pretrained import ShardedPretrained
+
+    return ShardedPretrained(model)
 
 
 def make_shards(
@@ -273,6 +275,17 @@ def disturbed_shards(*arguments: Any, **keywords: Any) -> list[PipelineWorker]:
     shards = make_shards(*arguments, **keywords)
     for shard in shards:
         disturb(shard.named_weights())
+    together(shards, PipelineWorker.share_table)
+    return shards
+
+
+def shards_with(weights: Mapping[str, torch.Tensor], *arguments: Any) -> list[PipelineWorker]:
+    """Shards as `make_shards` makes them, with the weights of a whole model."""
+    shards = make_shards(*arguments)
+    with torch.no_grad():
+        for shard in shards:
+            for name, parameter in shard.named_weights().items():
+                parameter.copy_(weights[name])
     together(shards, PipelineWorker.share_table)
     return shards
 
