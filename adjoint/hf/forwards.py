@@ -59,6 +59,7 @@ from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens
 from adjoint.hf.snapshot import WRAPS, Snapshot
 from adjoint.hf.stage import CausalLM
+from adjoint.hf.token_values import token_values
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.verify.first_use import (
     Verification,
@@ -150,6 +151,8 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
+        if wrap_state.values_asked is not None:
+            return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
         call, logits = _without_unread_count(call), None
         if wrap_state.group is None and call.logits_index is None and defers_logits():
             logits = LogitsOfCall(call, _hidden_for_logits)

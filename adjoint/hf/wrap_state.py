@@ -51,6 +51,8 @@ class WrapState:
             user's call, and returns beside its output.
         holdings: while a call runs, how the weights of the model and of its backbone are held, as far as it
             has been looked; None between calls.
+        values_asked: the `token_values.ValueRequest` that a call with labels answers in the place of its
+            loss, or None. (Any: `token_values` imports this file.)
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class WrapState:
         self.announced = False
         self.lm_call = OuterCall()
         self.holdings: dict[nn.Module, Holding] | None = None
+        self.values_asked: Any = None
 
     @contextlib.contextmanager
     def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:
@@ -98,6 +101,15 @@ class WrapState:
             yield self.lm_call
         finally:
             self.lm_call = before
+
+    @contextlib.contextmanager
+    def asking(self, request: object) -> Iterator[None]:
+        """Let calls with labels answer a `ValueRequest`: values in the place of hidden states."""
+        before, self.values_asked = self.values_asked, request
+        try:
+            yield
+        finally:
+            self.values_asked = before
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         # For copy and pickle, which cannot take a lock, a weak reference or a process group.
