@@ -60,7 +60,8 @@ def _forward_by_chunks(fused: Callable[..., ModelOutput]) -> Callable[..., Model
             values, mask = values[:, :-1], labels[:, 1:] != IGNORE_INDEX
         else:
             mask = shifted != IGNORE_INDEX
-        by_name: dict[str, Tensor | None] = dict(zip(names, values.unbind(-1), strict=True))
+        columns = [column.clone() for column in values.unbind(-1)]  # of views FSDP2 warns
+        by_name: dict[str, Tensor | None] = dict(zip(names, columns, strict=True))
         if (is_top1 := by_name.get("is_top1")) is not None:
             by_name["is_top1"] = is_top1.detach() > 0
         divisor = mask.sum().clamp(min=1) if num_items is None else num_items

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
@@ -23,8 +24,9 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
+from adjoint.hf.token_values import LOG_PROBS, ValueRequest
 from adjoint.hf.two_passes import refuse_other_values, two_passes
-from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
 from adjoint.parallel.access import weights_type
 
 _REMEDY = "call it under torch.no_grad(), or give the causal LM labels, whose loss works"
@@ -49,6 +51,9 @@ def logprobs_of_model(
     inputs: dict[str, object] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
+    if _is_shared(wrap_state):
+        request = ValueRequest((LOG_PROBS,), temperature)
+        return _values_of_ranks(model, wrap_state, inputs, counted, request)[:, 0]
 
     def of_hidden(hidden: Tensor) -> Tensor:
         with wrap_state.lock:
@@ -81,8 +86,13 @@ def logprobs_and_entropies(
 
     They have no gradients. Arguments as `logprobs_of_model` has them."""
     lm = causal_lm_of(model, "token_logprobs")
-    labels, lock = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm).lock
+    labels, wrap_state = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    lock = wrap_state.lock
+    if _is_shared(wrap_state):
+        request = ValueRequest((LOG_PROBS, "entropy"), temperature)
+        with torch.no_grad():
+            return _values_of_ranks(model, wrap_state, inputs, counted, request).T
 
     def of_hidden(hidden: Tensor) -> Tensor:
         with lock:
@@ -91,6 +101,27 @@ def logprobs_and_entropies(
             return torch.stack([values, entropies(lm, chosen, temperature)])
 
     return _without_gradients(model, inputs, of_hidden, "token_logprobs")
+
+
+def _is_shared(wrap_state: WrapState) -> bool:
+    """Whether ranks share the model's sequences, so that none has their hidden states."""
+    is_own = wrap_state.uses_original_forward or not wrap_state.method.has_chunks
+    return wrap_state.group is not None and not is_own
+
+
+def _values_of_ranks(
+    model: nn.Module,
+    wrap_state: WrapState,
+    inputs: dict[str, object],
+    counted: Tensor,
+    request: ValueRequest,
+) -> Tensor:
+    """Return values (tokens, values) of the counted tokens, of a model whose sequences ranks share."""
+    ids = inputs["input_ids"]
+    assert isinstance(ids, Tensor)
+    with wrap_state.asking(request):
+        values: Tensor = model(**inputs, labels=ids.masked_fill(~counted, IGNORE_INDEX)).last_hidden_state
+    return values[:, :-1][counted[:, 1:]]
 
 
 def _takes_two_passes(model: nn.Module, lm: PreTrainedModel) -> bool:

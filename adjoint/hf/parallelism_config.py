@@ -77,6 +77,7 @@ class SequenceGroupConfig(ParallelismConfig):
         if size < 1:
             raise UserError(f"ParallelismConfig: cp_size must be 1 or more, got {size}")
         self._sizes["cp"] = self.tp_size = size
+        install()
 
     def __repr__(self) -> str:
         sizes = ("dp_replicate", "dp_shard", "cp")
@@ -101,17 +102,26 @@ class SequenceGroupConfig(ParallelismConfig):
         names = (*self.fsdp_dim_names, "cp")
         return names, tuple(self._sizes[name] for name in names)
 
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return the mesh (data dimensions, "cp"), or None in a single process.
+
+        Raises:
+            UserError: the number of processes is not the product of the sizes.
+        """
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        if self.total_size != processes:
+            raise UserError(
+                f"{self}: the product of the sizes is {self.total_size}, but there are {processes} processes"
+            )
+        mesh: DeviceMesh | None = super().build_device_mesh(device_type) if dist.is_initialized() else None
+        return mesh
+
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self.refuse_unsupported(accelerator.state)
 
     def refuse_unsupported(self, state: AcceleratorState) -> None:
-        """Raise a UserError if processes are not as many, or weights are held in a way that does not go."""
+        """Raise a UserError if weights are held in a way that does not go."""
         kind = str(state.distributed_type).rpartition(".")[2]
-        if self.total_size != state.num_processes:
-            raise UserError(
-                f"{self}: the product of the sizes is {self.total_size}, but there are {state.num_processes} "
-                "processes"
-            )
         if kind in REMEDY_BY_TYPE:
             raise UserError(f"ParallelismConfig: cp_size: {REMEDY_BY_TYPE[kind]}")
         if kind == "FSDP" and getattr(state.fsdp_plugin, "fsdp_version", None) != 2:

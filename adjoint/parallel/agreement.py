@@ -38,6 +38,8 @@ IGNORED_ATTRIBUTES = {
 # Attributes of a configuration that saving the model sets, on the rank that writes: a code reads the dtype of its
 # weights.
 SAVED_ATTRIBUTES = {"architectures", "dtype"}
+# Beginnings of the users' names for what a call has of its rows.
+NAMES_OF_ROWS = ("the number of rows", "the number of tokens", "input_ids")
 # Endings of names of attributes that say which part of split weights a rank has.
 SPLIT_ATTRIBUTES = (".num_embeddings", ".in_features", ".out_features", ".shard")
 COMPOSABLE_STATE = "__composable_api_state_key"  # begins names that fully_shard draws in each process
@@ -88,9 +90,10 @@ def different_models(subject: str, rank: int, name: str) -> str:
 
 def different_calls(subject: str, rank: int, name: str) -> str:
     """Return the message on a rank whose call differs from rank 0's in what the name says."""
+    remedy = ": shuffle alike on all ranks, with one seed" if name.startswith(NAMES_OF_ROWS) else ""
     return (
         f"{subject}: every rank must call with the same rows and method, but rank {rank} and rank 0 of the "
-        f"group differ in {name}"
+        f"group differ in {name}{remedy}"
     )
 
 
