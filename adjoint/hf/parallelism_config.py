@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object, recursively_apply
@@ -67,13 +68,17 @@ class SequenceGroupConfig(ParallelismConfig):
     tp_enabled = property(lambda self: False)
 
     def __post_init__(self) -> None:
-        size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")) if self.cp_size is None else self.cp_size
+        size = (
+            int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")) if self.cp_size is None else self.cp_size
+        )
         self.cp_size, self.cp_handler = 1, None
         super().__post_init__()
-        if self.sp_size > 1:
+        if self._sizes.get("sp", 1) > 1:
             raise UserError(USE_CP_SIZE)
         if self.tp_size > 1:
-            raise UserError("ParallelismConfig: cp_size beside tp_size is not supported: leave one of them out")
+            raise UserError(
+                "ParallelismConfig: cp_size beside tp_size is not supported: leave one of them out"
+            )
         if size < 1:
             raise UserError(f"ParallelismConfig: cp_size must be 1 or more, got {size}")
         self._sizes["cp"] = self.tp_size = size
@@ -156,13 +161,12 @@ def configured_group() -> DeviceMesh | None:
     config = state.get("parallelism_config")
     if config is None:
         return None
-    if config.sp_size > 1:
+    if config._sizes.get("sp", 1) > 1:  # which accelerate has since 1.12
         raise UserError(USE_CP_SIZE)
     if not isinstance(config, SequenceGroupConfig):
         if config.cp_size == 1 or not dist.is_initialized():
             return None
-        sizes = {f"{name}_size": config._sizes[name] for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
-        config = SequenceGroupConfig(**sizes)
+        config = SequenceGroupConfig(**{f"{name}_size": size for name, size in config._sizes.items()})
         config.refuse_unsupported(AcceleratorState())
         state["device_mesh"] = config.get_device_mesh(state["device"].type)
         state["parallelism_config"] = config

@@ -125,9 +125,7 @@ def _differentiable_values(call: Call, verification: Verification, request: Valu
     return values.reshape(*call.ids.shape, -1)
 
 
-def _weighted_sum(
-    call: Call, verification: Verification, request: ValueRequest, weights: Tensor
-) -> Tensor:
+def _weighted_sum(call: Call, verification: Verification, request: ValueRequest, weights: Tensor) -> Tensor:
     """Return the sum of the values times weights (batch, seqlen, values), differentiable."""
     group = verification.wrap_state.group
     batch, spec = HFModel(verification).cut(call, group)

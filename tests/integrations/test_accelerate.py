@@ -208,7 +208,10 @@ def check_refusals(folder: str) -> None:
         with pytest.raises(UserError, match=words):
             SequenceGroupConfig(**sizes)
     one_each = [dist.new_group([rank]) for rank in range(2)]
-    refused("is 4, but there are 2 processes", lambda: prepare(model, parallelism_config=SequenceGroupConfig(cp_size=4)))
+    refused(
+        "is 4, but there are 2 processes",
+        lambda: prepare(model, parallelism_config=SequenceGroupConfig(cp_size=4)),
+    )
     refused(
         "dp_shard_size=2 shards weights by FSDP2",
         lambda: prepare(model, parallelism_config=SequenceGroupConfig(cp_size=1, dp_shard_size=2)),
@@ -225,9 +228,7 @@ def check_refusals(folder: str) -> None:
     def different_rows() -> None:
         accelerator = Accelerator(cpu=True, parallelism_config=SequenceGroupConfig(cp_size=2))
         torch.manual_seed(dist.get_rank())
-        loader = accelerator.prepare(
-            DataLoader(rows, 1, shuffle=True, collate_fn=shared_sequences.padded)
-        )
+        loader = accelerator.prepare(DataLoader(rows, 1, shuffle=True, collate_fn=shared_sequences.padded))
         wrapped = accelerator.prepare(adjoint.wrap(model, METHOD))
         for batch in loader:
             wrapped(**batch)
@@ -276,7 +277,9 @@ def check_refusals(folder: str) -> None:
     wider = {"parallelism_config": ParallelismConfig(cp_size=2), **fsdp2}
     state = adjoint.wrap(model, METHOD).__dict__["_adjoint"]
     state.group = group  # of one rank, which wrap would leave out
-    refused(r"sequence_group has the ranks \[\d\], but by accelerate's cp_size", lambda: prepare(model, **wider))
+    refused(
+        r"sequence_group has the ranks \[\d\], but by accelerate's cp_size", lambda: prepare(model, **wider)
+    )
 
 
 def test_what_is_refused_by_name(tmp_path: Path) -> None:
