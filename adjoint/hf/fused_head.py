@@ -1,8 +1,9 @@
 """TRL's fused head on a wrapped model, where no process has all hidden states.
 
-TRL's trainers put a forward of their own on the causal LM. Called with `fused_lm_head=True` it runs the backbone
-on all tokens and then the head, for each label's log-probability and further values. With a `sequence_group`,
-and under FSDP2 with gradients, nobody has these hidden states: the values come from chunks (`token_values`)."""
+TRL's trainers put a forward of their own on the causal LM. Called with `fused_lm_head=True` it runs the
+backbone on all tokens and then the head, for each label's log-probability and further values. With a
+`sequence_group`, and under FSDP2 with gradients, nobody has these hidden states: the values come from chunks
+(`token_values`)."""
 
 from __future__ import annotations
 
@@ -53,11 +54,11 @@ def _forward_by_chunks(fused: Callable[..., ModelOutput]) -> Callable[..., Model
         if getattr(self.config.get_text_config(), "output_router_logits", False):
             check.refuse(self, "output_router_logits: log-probabilities come without the routers' loss")
         num_items = kwargs.pop("num_items_in_batch", None)
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+        shifted = kwargs.get("shift_labels")
         with wrap_state.asking(request):
             values = original(*args, **{**kwargs, "use_cache": False}).last_hidden_state
         if shifted is None:
-            values, mask = values[:, :-1], labels[:, 1:] != IGNORE_INDEX
+            values, mask = values[:, :-1], kwargs["labels"][:, 1:] != IGNORE_INDEX
         else:
             mask = shifted != IGNORE_INDEX
         columns = [column.clone() for column in values.unbind(-1)]  # of views FSDP2 warns

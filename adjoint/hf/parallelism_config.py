@@ -1,11 +1,11 @@
 """accelerate's `cp_size`, honoured as a `sequence_group` of wrapped models.
 
-By itself accelerate splits the inputs of each rank along "cp" and exchanges keys and values in attention, which
-layers with a recurrent state know nothing of. Ranks that share a sequence by chunks are, for accelerate, like
-*tensor-parallel* ranks: they get the same rows (its dataloaders see to that by the mesh), the whole loss and
-whole gradients. `SequenceGroupConfig` says so to whoever asks. It takes the place of the `ParallelismConfig` of
-accelerate's state when a model is wrapped after the `Accelerator` was made, when an `Accelerator` is made after
-a model was wrapped, or when it prepares one."""
+By itself accelerate splits the inputs of the ranks along "cp", which exchange keys and values in attention;
+layers with a recurrent state know nothing of that. Ranks that share a sequence by chunks are, for accelerate,
+like *tensor-parallel* ranks: they get the same rows (its dataloaders see to that by the mesh), the whole loss
+and whole gradients. `SequenceGroupConfig` says so to whoever asks. It takes the place of the
+`ParallelismConfig` in accelerate's state when a model is wrapped after the `Accelerator` was made, when an
+`Accelerator` is made after a model was wrapped, or when it prepares one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 REMEDY_BY_TYPE = {
-    "DEEPSPEED": "DeepSpeed gathers each layer in all processes at once: use FSDP2 or DistributedDataParallel",
+    "DEEPSPEED": "DeepSpeed gathers a layer in all processes at once: use FSDP2 or DistributedDataParallel",
     "MEGATRON_LM": "Megatron-LM has layers of its own: use FSDP2 or DistributedDataParallel",
     "XLA": "torch_xla is not supported",
 }
@@ -47,12 +47,12 @@ class SequenceGroupConfig(ParallelismConfig):
 
         TrainingArguments(parallelism_config=SequenceGroupConfig(cp_size=2, dp_replicate_size=2))
 
-    accelerate's own `ParallelismConfig(cp_size=2)` becomes one by itself; it needs FSDP2, though. This one also
-    goes without FSDP, on CPUs, and with replicas of DistributedDataParallel (`dp_replicate_size`). With FSDP2,
-    weights are sharded over `dp_shard_size` ranks, never over those that share a sequence.
+    accelerate's own `ParallelismConfig(cp_size=2)` becomes one by itself; it needs FSDP2, though. This one
+    also goes without FSDP, on CPUs, and with replicas of DistributedDataParallel (`dp_replicate_size`). With
+    FSDP2, weights are sharded over `dp_shard_size` ranks, never over those that share a sequence.
 
-    Once it is made, `tp_size` is the number of ranks that share a sequence and `cp_size` is 1: what divides by
-    these sizes, in accelerate, transformers and TRL, is then right.
+    Once it is made, `tp_size` is the number of ranks that share a sequence and `cp_size` is 1: what divides
+    by these sizes, in accelerate, transformers and TRL, is then right.
 
     Args:
         dp_replicate_size: number of replicas that take rows of their own.
@@ -64,6 +64,8 @@ class SequenceGroupConfig(ParallelismConfig):
         UserError: it is given `tp_size` or `sp_size`.
     """
 
+    cp_size: int | None
+    tp_size: int
     cp_enabled = property(lambda self: False)
     tp_enabled = property(lambda self: False)
 
@@ -133,14 +135,14 @@ class SequenceGroupConfig(ParallelismConfig):
             raise UserError("ParallelismConfig: cp_size needs FSDP2: set fsdp_version to 2")
         if kind != "FSDP" and self.dp_shard_enabled:
             raise UserError(
-                f"ParallelismConfig: dp_shard_size={self.dp_shard_size} shards weights by FSDP2, which is not "
-                "on: switch it on (fsdp_version 2), or use dp_replicate_size"
+                f"ParallelismConfig: dp_shard_size={self.dp_shard_size} shards weights by FSDP2, which is "
+                "off: switch it on (fsdp_version 2), or use dp_replicate_size"
             )
 
 
 USE_CP_SIZE = (
-    "ParallelismConfig: sp_size is DeepSpeed's, which gives each rank a part of the tokens: for a wrapped model "
-    "use cp_size"
+    "ParallelismConfig: sp_size is DeepSpeed's, which gives each rank a part of the tokens: for a wrapped "
+    "model use cp_size"
 )
 
 
@@ -190,14 +192,14 @@ def shared_group(state: WrapState, group: DeviceMesh | None) -> dist.ProcessGrou
         ranks, others = (dist.get_process_group_ranks(g) for g in (state.group, configured))
         if ranks != others:
             raise UserError(
-                f"sequence_group has the ranks {ranks}, but by accelerate's cp_size it would be {others}: leave "
-                "sequence_group out"
+                f"sequence_group has the ranks {ranks}, but by accelerate's cp_size it would be {others}: "
+                "leave sequence_group out"
             )
         return state.group
     return configured if ranks_of(configured) > 1 else None
 
 
-# ---------------------------------------------------------------------------------------- accelerate's methods
+# --------------------------------------------------------------------------------------- accelerate's methods
 
 
 def install() -> None:
@@ -242,8 +244,8 @@ def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwar
     ):
         if self.dataloader_config.dispatch_batches:
             raise UserError(
-                "cp_size: dispatch_batches=True deals rows to all processes, but those that share a sequence need "
-                "the same ones: leave it out"
+                "cp_size: dispatch_batches=True deals rows to all processes, but those that share a sequence "
+                "need the same ones: leave it out"
             )
         self.dataloader_config.dispatch_batches = False  # None dispatches an IterableDataset's
     return original(self, *args, **kwargs)
@@ -274,7 +276,7 @@ def _share_sequences(accelerator: Accelerator, models: Iterable[nn.Module], is_t
         is_shared = isinstance(accelerator.parallelism_config, SequenceGroupConfig)
         if is_shared and is_trained and not states and any(p.requires_grad for p in model.parameters()):
             raise UserError(
-                f"cp_size: {type(model).__name__} is not wrapped, so that no ranks would share its sequences: "
+                f"cp_size: {type(model).__name__} is not wrapped, so no ranks would share its sequences: "
                 "call adjoint.wrap(model) first, or add AdjointCallback() to the Trainer's callbacks"
             )
         share_fused_head(model)
@@ -335,18 +337,18 @@ def _step(original: Callable[..., None], self: AcceleratedScheduler, *args: Any,
 
 
 class _RefuseArguments(TrainerCallback):
-    """A callback of each Trainer: it refuses arguments that give another result where ranks share sequences."""
+    """A callback of each Trainer: it refuses arguments by which ranks that share sequences would be wrong."""
 
     def on_train_begin(self, args: Any, state: object, control: object, **_: object) -> None:
         if not isinstance(AcceleratorState._shared_state.get("parallelism_config"), SequenceGroupConfig):
             return
         if not args.average_tokens_across_devices:
             raise UserError(
-                "TrainingArguments(average_tokens_across_devices=False): the Trainer would divide each rank's "
-                "number of labels by cp_size: leave it out"
+                "TrainingArguments(average_tokens_across_devices=False): the Trainer would divide each rank's"
+                " number of labels by cp_size: leave it out"
             )
         if hasattr(args, "num_generations"):
             raise UserError(
-                f"{type(args).__name__}: cp_size: its trainer deals prompts and rewards to all processes, but "
-                "those that share a sequence need the same ones: leave cp_size out"
+                f"{type(args).__name__}: cp_size: its trainer deals prompts and rewards to all processes, "
+                "but those that share a sequence need the same ones: leave cp_size out"
             )

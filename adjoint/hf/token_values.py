@@ -1,9 +1,9 @@
 """Values of each token's prediction, such as its log-probability, where nobody has all hidden states.
 
-The head runs on each chunk, above the backbone, so that the ranks of a group share it, too. With plain weights
-the values are the output of one autograd function, and their cotangents go back through the chunks. Where
-weights are gathered (FSDP2, ZeRO-3) a chunk's backward runs inside a forward: the values are computed without
-gradients first, and their weighted sum again, with gradients, when the cotangents are known."""
+The head runs on each chunk, above the backbone, so that the ranks of a group share it, too. With plain
+weights the values are the output of one autograd function, and their cotangents go back through the chunks.
+Where weights are gathered (FSDP2, ZeRO-3) a chunk's backward runs inside a forward: the values are computed
+without gradients first, and their weighted sum again, with gradients, when the cotangents are known."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def _values_of_tokens(
 def values_of_logits(logits: Tensor, labels: Tensor, names: Sequence[str]) -> Tensor:
     """Return values (tokens, values) of logits (tokens, vocab); log_probs and entropy have gradients.
 
-    log_probs: of the labels. entropy: H = log Z - Σ p·logit. log_sum_sq_probs: log Σ p². mean_logits: over the
-    vocabulary. is_top1: whether the label has the largest logit, 0 or 1."""
+    log_probs: of the labels. entropy: H = log Z - Σ p·logit. log_sum_sq_probs: log Σ p². mean_logits: over
+    the vocabulary. is_top1: whether the label has the largest logit, 0 or 1."""
     log_normalizer = logits.logsumexp(-1)
     detached = logits.detach()
 

@@ -83,8 +83,8 @@ def wrap(
         The model.
 
     Raises:
-        UserError: sequence_group is no such group, or the method has no chunks; accelerate's configuration has
-            other ranks, or `sp_size`.
+        UserError: sequence_group is no such group, or the method has no chunks; accelerate's configuration
+            has other ranks, or `sp_size`.
         ValueError: the model is none of transformers and contains none or several, its instance has its own
             forward, or the method is none of these. On first use: the gradient by chunks is not the model's
             own, with the reason where it is known.

@@ -35,8 +35,7 @@ IGNORED_ATTRIBUTES = {
     *("_adjoint", "_adjoint_verified", "gradient_checkpointing", "_gradient_checkpointing_func"),
     *("_name_or_path", "name_or_path", "_commit_hash", "hf_device_map", "warnings_issued"),
 }
-# Attributes of a configuration that saving the model sets, on the rank that writes: a code reads the dtype of its
-# weights.
+# Attributes of a configuration that saving the model sets, on the rank that writes.
 SAVED_ATTRIBUTES = {"architectures", "dtype"}
 # Beginnings of the users' names for what a call has of its rows.
 NAMES_OF_ROWS = ("the number of rows", "the number of tokens", "input_ids")

@@ -55,8 +55,10 @@ def count_chunks() -> Iterator[ChunkCounter]:
 class PrintLosses(TrainerCallback):
     """A callback that prints the loss of each step with all its digits."""
 
-    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
-        if "loss" in logs:
+    def on_log(
+        self, args: object, state: Any, control: object, *, logs: dict[str, float], **_: object
+    ) -> None:
+        if "loss" in logs and state.is_world_process_zero:
             print(LOSS, float(logs["loss"]), flush=True)
 
 

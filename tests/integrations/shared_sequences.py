@@ -235,7 +235,7 @@ def by_trainer(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def by_accelerator(case: Case) -> dict[str, Any]:
-    """Train by the loop of accelerate's documentation, with the loss over all tokens of both micro-batches."""
+    """Train by the loop of accelerate's documentation; the loss is over all tokens of both micro-batches."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
     from torch.utils.data import DataLoader
