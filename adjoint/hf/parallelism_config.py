@@ -4,17 +4,17 @@ By itself accelerate splits the inputs of the ranks along "cp", which exchange k
 layers with a recurrent state know nothing of that. Ranks that share a sequence by chunks are, for accelerate,
 like *tensor-parallel* ranks: they get the same rows (its dataloaders see to that by the mesh), the whole loss
 and whole gradients. `SequenceGroupConfig` says so to whoever asks. It takes the place of the
-`ParallelismConfig` in accelerate's state when a model is wrapped after the `Accelerator` was made, when an
-`Accelerator` is made after a model was wrapped, or when it prepares one."""
+`ParallelismConfig` that an `Accelerator` is made with, if a model has been wrapped or an `AdjointCallback`
+made by then; else that in accelerate's state, when a model is wrapped or prepared."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -39,7 +39,6 @@ REMEDY_BY_TYPE = {
     "MEGATRON_LM": "Megatron-LM has layers of its own: use FSDP2 or DistributedDataParallel",
     "XLA": "torch_xla is not supported",
 }
-_wrap_states: WeakSet[WrapState] = WeakSet()
 
 
 class SequenceGroupConfig(ParallelismConfig):
@@ -47,9 +46,9 @@ class SequenceGroupConfig(ParallelismConfig):
 
         TrainingArguments(parallelism_config=SequenceGroupConfig(cp_size=2, dp_replicate_size=2))
 
-    accelerate's own `ParallelismConfig(cp_size=2)` becomes one by itself; it needs FSDP2, though. This one
-    also goes without FSDP, on CPUs, and with replicas of DistributedDataParallel (`dp_replicate_size`). With
-    FSDP2, weights are sharded over `dp_shard_size` ranks, never over those that share a sequence.
+    accelerate's own `ParallelismConfig(cp_size=2)` becomes one by itself; its constructor refuses replicas of
+    DistributedDataParallel, though (`dp_replicate_size` without shards). With FSDP2, weights are sharded over
+    `dp_shard_size` ranks, never over those that share a sequence.
 
     Once it is made, `tp_size` is the number of ranks that share a sequence and `cp_size` is 1: what divides
     by these sizes, in accelerate, transformers and TRL, is then right.
@@ -68,6 +67,8 @@ class SequenceGroupConfig(ParallelismConfig):
     tp_size: int
     cp_enabled = property(lambda self: False)
     tp_enabled = property(lambda self: False)
+    sp_enabled = property(lambda self: False)
+    sp_size, sp_backend = 1, "deepspeed"  # fields of accelerate's since 1.12, which transformers reads
 
     def __post_init__(self) -> None:
         size = (
@@ -103,6 +104,13 @@ class SequenceGroupConfig(ParallelismConfig):
     @property
     def fsdp_dim_names(self) -> list[str]:
         return [*(["dp_replicate"] if self.dp_replicate_enabled else []), "dp_shard"]
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number by which the Trainer divides the number of labels, gathered from all processes.
+
+        Older Trainers multiply the loss by the number of all processes: the quotient is what counts."""
+        return 1 if _multiplies_by_all_processes() else self.tp_size
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         # FSDP2 always has its dimension: of one rank, it holds whole weights
@@ -140,15 +148,20 @@ class SequenceGroupConfig(ParallelismConfig):
             )
 
 
+@functools.cache
+def _multiplies_by_all_processes() -> bool:
+    """Whether the Trainer multiplies a loss by the number of all processes, whatever `tp_size` is."""
+    trainer = sys.modules.get("transformers.trainer")
+    try:
+        return trainer is not None and "tp_size" not in inspect.getsource(trainer.Trainer.compute_loss)
+    except OSError:  # its source is not there
+        return False
+
+
 USE_CP_SIZE = (
     "ParallelismConfig: sp_size is DeepSpeed's, which gives each rank a part of the tokens: for a wrapped "
     "model use cp_size"
 )
-
-
-def remember(state: WrapState) -> None:
-    """Note a wrapped model: an Accelerator that is made from now on shares its sequences."""
-    _wrap_states.add(state)
 
 
 def configured_group() -> DeviceMesh | None:
@@ -168,7 +181,7 @@ def configured_group() -> DeviceMesh | None:
     if not isinstance(config, SequenceGroupConfig):
         if config.cp_size == 1 or not dist.is_initialized():
             return None
-        config = SequenceGroupConfig(**{f"{name}_size": size for name, size in config._sizes.items()})
+        config = _ours(config)
         config.refuse_unsupported(AcceleratorState())
         state["device_mesh"] = config.get_device_mesh(state["device"].type)
         state["parallelism_config"] = config
@@ -228,13 +241,32 @@ def _replacing(original: Callable[..., Any], replacement: Callable[..., Any]) ->
     return method
 
 
-def _init(original: Callable[..., None], self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    original(self, *args, **kwargs)
-    if any(state.method.has_chunks for state in _wrap_states):
-        configured_group()
+def _init(
+    original: Callable[..., None],
+    self: Accelerator,
+    *args: Any,
+    parallelism_config: ParallelismConfig | None = None,
+    **kwargs: Any,
+) -> None:
+    original(self, *args, parallelism_config=_taken_over(parallelism_config), **kwargs)
     callbacks = getattr(sys.modules.get("transformers.trainer"), "DEFAULT_CALLBACKS", None)
     if self.parallelism_config is not None and callbacks is not None and _RefuseArguments not in callbacks:
-        callbacks.append(_RefuseArguments)
+        callbacks.append(_RefuseArguments)  # before the Trainer that makes this Accelerator reads them
+
+
+def _taken_over(config: ParallelismConfig | None) -> ParallelismConfig | None:
+    """Return our configuration in the place of accelerate's, given or of its environment, with `cp_size`.
+
+    accelerate would refuse its own on CPUs, without FSDP2, and with replicas."""
+    if config is None:
+        is_used = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+        size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+        return SequenceGroupConfig() if is_used and size > 1 else None
+    return config if isinstance(config, SequenceGroupConfig) or config.cp_size == 1 else _ours(config)
+
+
+def _ours(config: ParallelismConfig) -> SequenceGroupConfig:
+    return SequenceGroupConfig(**{f"{name}_size": size for name, size in config._sizes.items()})
 
 
 def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:

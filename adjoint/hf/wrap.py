@@ -111,7 +111,6 @@ def wrap(
 
         parallelism_config.install()
         wrap_state.group = parallelism_config.shared_group(wrap_state, parallelism_config.configured_group())
-        parallelism_config.remember(wrap_state)
     keep_trainable(model)
     sum_partial_gradients(model)
     for module, forward in entries.items():

@@ -106,7 +106,9 @@ def _training_arguments(self: Plugin, cfg: AxolotlConfig) -> dict[str, object]:
         sizes = {"dp_replicate_size": replicas, "dp_shard_size": cfg.dp_shard_size or data_ranks // replicas}
     else:
         sizes = {"dp_replicate_size": data_ranks, "dp_shard_size": 1}
-    return {"parallelism_config": SequenceGroupConfig(cp_size=self.sequence_ranks, **sizes)}
+    config = SequenceGroupConfig(cp_size=self.sequence_ranks, **sizes)
+    # axolotl has False; the Trainer would then divide numbers of labels by cp_size
+    return {"parallelism_config": config, "average_tokens_across_devices": True}
 
 
 def _wrap_model(self: object, cfg: AxolotlConfig, model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -55,10 +56,8 @@ def count_chunks() -> Iterator[ChunkCounter]:
 class PrintLosses(TrainerCallback):
     """A callback that prints the loss of each step with all its digits."""
 
-    def on_log(
-        self, args: object, state: Any, control: object, *, logs: dict[str, float], **_: object
-    ) -> None:
-        if "loss" in logs and state.is_world_process_zero:
+    def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
+        if "loss" in logs and os.environ.get("RANK", "0") == "0":
             print(LOSS, float(logs["loss"]), flush=True)
 
 

@@ -10,5 +10,5 @@ from axolotl.integrations.base import BasePlugin
 class CpuPlugin(BasePlugin):
     """The plugin: it leaves models on the CPU."""
 
-    def pre_model_load(self, cfg: Any) -> None:
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         cfg.device_map = {"": "cpu"}

@@ -42,6 +42,7 @@ class Case:
         fsdp: whether FSDP2 holds the weights; it must where they are sharded.
         own: whether the configuration is our `SequenceGroupConfig`, not accelerate's.
         wraps_first: whether the model is wrapped before there is an Accelerator; else by the callback.
+        from_environment: whether the sizes come from the environment, not from arguments.
         on_cpu: whether accelerate knows that it is on CPUs.
         options: of TrainingArguments or SFTConfig.
     """
@@ -53,6 +54,7 @@ class Case:
     own: bool = False
     wraps_first: bool = False
     on_cpu: bool = False
+    from_environment: bool = False
     lora: bool = False
     dtype: torch.dtype = torch.float64
     resume: str | None = None
@@ -128,6 +130,10 @@ def configuration(case: Case) -> Any:
     from adjoint.integrations.accelerate import SequenceGroupConfig
 
     if "cp_size" not in case.sizes:
+        return None
+    if case.from_environment:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        os.environ |= {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in case.sizes.items()}
         return None
     return (SequenceGroupConfig if case.own else ParallelismConfig)(**case.sizes)
 

@@ -98,6 +98,9 @@ def test_runs_are_those_of_one_process(kind: str, model: str, layout: str, resul
 OTHER_CASES = {
     "cp without a data dimension of FSDP2": Case(layout="cp2", fsdp=True),
     "wrapped before accelerate's own configuration": Case(layout="cp2-shard2", fsdp=True, wraps_first=True),
+    "accelerate's own configuration without FSDP2": Case(layout="cp2", on_cpu=True),
+    "sizes of the environment": Case(layout="cp2-replicate2", from_environment=True),
+    "sizes of the environment under FSDP2": Case(layout="cp2-shard2", fsdp=True, from_environment=True),
     "packed documents": Case("sft", MODELS[1], "cp2-shard2", fsdp=True, options=(("packing", True),)),
     "packed documents, wrapped first": Case(
         "sft", MODELS[0], "cp2-shard2", fsdp=True, wraps_first=True, options=(("packing", True),)
@@ -264,6 +267,12 @@ def check_refusals(folder: str) -> None:
 
     # as on GPUs, where accelerate takes its own configuration
     shared_sequences.as_gpus()
+    sizes = {"parallelism_config": ParallelismConfig(sp_size=2)}
+    refused(
+        "sp_size is DeepSpeed's.*use cp_size", lambda: prepare(lambda: adjoint.wrap(model, METHOD), **sizes)
+    )
+    refused("sp_size is DeepSpeed's.*use cp_size", lambda: prepare(adjoint.wrap(model, METHOD), **sizes))
+    adjoint.hf.wrap.unwrap(model)
     fsdp2 = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
     own = {"parallelism_config": ParallelismConfig(cp_size=2), **fsdp2}
     refused("backprop has no chunks", lambda: prepare(adjoint.wrap(model, adjoint.Backprop()), **own))

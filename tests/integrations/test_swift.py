@@ -50,3 +50,22 @@ def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
     assert_same_losses(*runs)
     assert "out.logits was used" not in runs[1].printed
     assert runs[1].chunks <= 3 * (6 + 5) + 1  # of rows of up to 6 chunks
+
+
+SHARED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+
+
+def test_two_ranks_share_each_sequence(tmp_path: Path) -> None:
+    """By the environment's variables; ms-swift's own `sequence_parallel_size` is refused by name."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path)
+    plain = edited_example("ms_swift.yaml", tmp_path, ("ENV",), **SMALL | {"external_plugins": COUNTER})
+    ours = edited_example("ms_swift.yaml", tmp_path, (), **SMALL)
+    assert_same_losses(
+        run_module(tmp_path, "swift.cli.main", "sft", str(plain)),
+        run_module(tmp_path, "swift.cli.sft", str(ours), ranks=2, **SHARED),
+    )
+    words = "leave it out, and set ACCELERATE_USE_PARALLELISM_CONFIG"
+    refused = edited_example("ms_swift.yaml", tmp_path, (), **SMALL, sequence_parallel_size=2)
+    with pytest.raises(AssertionError, match=words):
+        run_module(tmp_path, "swift.cli.sft", str(refused), ranks=2)
