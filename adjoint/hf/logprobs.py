@@ -24,9 +24,8 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
-from adjoint.hf.token_values import LOG_PROBS, ValueRequest
 from adjoint.hf.two_passes import refuse_other_values, two_passes
-from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
+from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, WrapState, wrap_state_or_original
 from adjoint.parallel.access import weights_type
 
 _REMEDY = "call it under torch.no_grad(), or give the causal LM labels, whose loss works"

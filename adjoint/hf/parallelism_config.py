@@ -10,11 +10,10 @@ made by then; else that in accelerate's state, when a model is wrapped or prepar
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -27,13 +26,15 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from adjoint.errors import UserError
-from adjoint.hf.fused_head import share_fused_head
+from adjoint.hf.fused_head import replace_fused_head
+from adjoint.hf.transformers_api import SCALES_BY_ALL_PROCESSES
 from adjoint.hf.wrap_state import WrapState
 from adjoint.parallel.context import group_of, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 REMEDY_BY_TYPE = {
     "DEEPSPEED": "DeepSpeed gathers a layer in all processes at once: use FSDP2 or DistributedDataParallel",
     "MEGATRON_LM": "Megatron-LM has layers of its own: use FSDP2 or DistributedDataParallel",
@@ -109,8 +110,8 @@ class SequenceGroupConfig(ParallelismConfig):
     def non_data_parallel_size(self) -> int:
         """The number by which the Trainer divides the number of labels, gathered from all processes.
 
-        Older Trainers multiply the loss by the number of all processes: the quotient is what counts."""
-        return 1 if _multiplies_by_all_processes() else self.tp_size
+        What counts is the quotient of it and of the number by which the Trainer multiplies the loss."""
+        return 1 if SCALES_BY_ALL_PROCESSES else self.tp_size
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         # FSDP2 always has its dimension: of one rank, it holds whole weights
@@ -146,16 +147,6 @@ class SequenceGroupConfig(ParallelismConfig):
                 f"ParallelismConfig: dp_shard_size={self.dp_shard_size} shards weights by FSDP2, which is "
                 "off: switch it on (fsdp_version 2), or use dp_replicate_size"
             )
-
-
-@functools.cache
-def _multiplies_by_all_processes() -> bool:
-    """Whether the Trainer multiplies a loss by the number of all processes, whatever `tp_size` is."""
-    trainer = sys.modules.get("transformers.trainer")
-    try:
-        return trainer is not None and "tp_size" not in inspect.getsource(trainer.Trainer.compute_loss)
-    except OSError:  # its source is not there
-        return False
 
 
 USE_CP_SIZE = (
@@ -217,6 +208,7 @@ def shared_group(state: WrapState, group: DeviceMesh | None) -> dist.ProcessGrou
 
 def install() -> None:
     """Make accelerate's classes share the sequences of wrapped models, if their configuration asks for it."""
+    replace_fused_head()
     if hasattr(Accelerator, "_adjoint_replaced"):
         return
     for cls, replacement in (
@@ -231,11 +223,11 @@ def install() -> None:
     Accelerator._adjoint_replaced = True
 
 
-def _replacing(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _replacing(original: Callable[..., T], replacement: Callable[..., T]) -> Callable[..., T]:
     """Return a method that calls `replacement(original, self, ...)`."""
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> T:
         return replacement(original, self, *args, **kwargs)
 
     return method
@@ -244,10 +236,11 @@ def _replacing(original: Callable[..., Any], replacement: Callable[..., Any]) ->
 def _init(
     original: Callable[..., None],
     self: Accelerator,
-    *args: Any,
+    *args: object,
     parallelism_config: ParallelismConfig | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> None:
+    replace_fused_head()  # of a trainer that is being made, whose modules may have been imported since
     original(self, *args, parallelism_config=_taken_over(parallelism_config), **kwargs)
     callbacks = getattr(sys.modules.get("transformers.trainer"), "DEFAULT_CALLBACKS", None)
     if self.parallelism_config is not None and callbacks is not None and _RefuseArguments not in callbacks:
@@ -269,7 +262,7 @@ def _ours(config: ParallelismConfig) -> SequenceGroupConfig:
     return SequenceGroupConfig(**{f"{name}_size": size for name, size in config._sizes.items()})
 
 
-def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+def _prepare(original: Callable[..., T], self: Accelerator, *args: object, **kwargs: object) -> T:
     _share_sequences(self, [arg for arg in args if isinstance(arg, nn.Module)], is_trained=True)
     if isinstance(self.parallelism_config, SequenceGroupConfig) and any(
         isinstance(arg, DataLoader) for arg in args
@@ -284,12 +277,12 @@ def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwar
 
 
 def _prepare_model(
-    original: Callable[..., Any],
+    original: Callable[..., T],
     self: Accelerator,
     model: nn.Module,
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
-) -> Any:
+) -> T:
     _share_sequences(self, [model], is_trained=not evaluation_mode)
     return original(self, model, device_placement, evaluation_mode)
 
@@ -311,7 +304,6 @@ def _share_sequences(accelerator: Accelerator, models: Iterable[nn.Module], is_t
                 f"cp_size: {type(model).__name__} is not wrapped, so no ranks would share its sequences: "
                 "call adjoint.wrap(model) first, or add AdjointCallback() to the Trainer's callbacks"
             )
-        share_fused_head(model)
 
 
 def _states_of(model: nn.Module) -> Iterator[WrapState]:
@@ -321,8 +313,8 @@ def _states_of(model: nn.Module) -> Iterator[WrapState]:
 
 
 def _gather_for_metrics(
-    original: Callable[..., Any], self: Accelerator, input_data: Any, use_gather_object: bool = False
-) -> Any:
+    original: Callable[..., T], self: Accelerator, input_data: object, use_gather_object: bool = False
+) -> T:
     """Gather the rows of one rank of each group: the others have the same.
 
     Single numbers are gathered from all ranks: TRL divides sums of these by `tp_size`."""
@@ -352,7 +344,7 @@ def _gather_for_metrics(
         del self.gather
 
 
-def _step(original: Callable[..., None], self: AcceleratedScheduler, *args: Any, **kwargs: Any) -> None:
+def _step(original: Callable[..., None], self: AcceleratedScheduler, *args: object, **kwargs: object) -> None:
     """Step once for each rank that has rows of its own.
 
     accelerate steps as often as there are processes, as by as many an epoch has become shorter."""
@@ -368,10 +360,16 @@ def _step(original: Callable[..., None], self: AcceleratedScheduler, *args: Any,
         self.split_batches = splits_batches
 
 
+class _Arguments(Protocol):
+    """The part of TrainingArguments that is read here."""
+
+    average_tokens_across_devices: bool
+
+
 class _RefuseArguments(TrainerCallback):
     """A callback of each Trainer: it refuses arguments by which ranks that share sequences would be wrong."""
 
-    def on_train_begin(self, args: Any, state: object, control: object, **_: object) -> None:
+    def on_train_begin(self, args: _Arguments, state: object, control: object, **_: object) -> None:
         if not isinstance(AcceleratorState._shared_state.get("parallelism_config"), SequenceGroupConfig):
             return
         if not args.average_tokens_across_devices:

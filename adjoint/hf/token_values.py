@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,28 +28,13 @@ from adjoint.hf.model_parts import current_weights_type
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, make_step
 from adjoint.hf.two_passes import refuse_other_values, two_passes
 from adjoint.hf.verify.first_use import Verification, verify
+from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.loss import tokens_per_slice
 
-LOG_PROBS = "log_probs"
 # Values of a token's prediction, under the names that TRL has for them.
 VALUES = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueRequest:
-    """A request for values of each token's prediction in the place of a loss.
-
-    Attributes:
-        names: of `VALUES`.
-        temperature: divides the logits.
-        in_float32: whether the head's product is in float32.
-    """
-
-    names: tuple[str, ...] = (LOG_PROBS,)
-    temperature: float = 1.0
-    in_float32: bool = False
 
 
 class TokenValues(Backbone):
@@ -192,7 +176,7 @@ def _values_of_tokens(
         return logprobs(model, hidden, labels, request.temperature).unsqueeze(1)
 
     def slice_values(hidden: Tensor, labels: Tensor) -> Tensor:
-        precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if request.in_float32:
             precision = torch.autocast(hidden.device.type, enabled=False)
         with precision, fetched(model.get_output_embeddings()):

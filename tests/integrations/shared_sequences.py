@@ -40,7 +40,7 @@ class Case:
         model: class of transformers.
         layout: of `LAYOUTS`.
         fsdp: whether FSDP2 holds the weights; it must where they are sharded.
-        own: whether the configuration is our `SequenceGroupConfig`, not accelerate's.
+        uses_our_config: whether the configuration is our `SequenceGroupConfig`, not accelerate's.
         wraps_first: whether the model is wrapped before there is an Accelerator; else by the callback.
         from_environment: whether the sizes come from the environment, not from arguments.
         on_cpu: whether accelerate knows that it is on CPUs.
@@ -51,7 +51,7 @@ class Case:
     model: str = "LlamaForCausalLM"
     layout: str = "one"
     fsdp: bool = False
-    own: bool = False
+    uses_our_config: bool = False
     wraps_first: bool = False
     on_cpu: bool = False
     from_environment: bool = False
@@ -135,7 +135,7 @@ def configuration(case: Case) -> Any:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         os.environ |= {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in case.sizes.items()}
         return None
-    return (SequenceGroupConfig if case.own else ParallelismConfig)(**case.sizes)
+    return (SequenceGroupConfig if case.uses_our_config else ParallelismConfig)(**case.sizes)
 
 
 def build(case: Case) -> Any:
@@ -155,8 +155,8 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             tensor = parameter.detach()
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            weights[name.removeprefix("module.")] = whole.clone()
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            weights[name.removeprefix("module.")] = full.clone()
     return weights
 
 

@@ -31,9 +31,9 @@ KINDS = ("trainer", "sft", "accelerator")
 MODELS = ("LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM")
 # How each layout is asked for: accelerate's own configuration needs FSDP2.
 HELD: dict[str, dict[str, Any]] = {
-    "cp2": {"own": True, "on_cpu": True},
+    "cp2": {"uses_our_config": True, "on_cpu": True},
     "cp2-shard2": {"fsdp": True},
-    "cp2-replicate2": {"own": True, "wraps_first": True},
+    "cp2-replicate2": {"uses_our_config": True, "wraps_first": True},
 }
 SAVING = (("save_strategy", "steps"), ("save_steps", 2))
 LORA_CLIP = (("max_grad_norm", 0.14),)
@@ -108,10 +108,10 @@ OTHER_CASES = {
     "a loss that weighs tokens": Case(
         "sft", MODELS[0], "cp2-shard2", fsdp=True, options=(("loss_type", "dft"), ("max_grad_norm", 0.007))
     ),
-    "LoRA": Case("trainer", MODELS[0], "cp2-replicate2", lora=True, own=True, options=LORA_CLIP),
+    "LoRA": Case("trainer", MODELS[0], "cp2-replicate2", lora=True, uses_our_config=True, options=LORA_CLIP),
     "LoRA under FSDP2": Case("sft", MODELS[0], "cp2-shard2", lora=True, fsdp=True, options=LORA_CLIP),
-    "an IterableDataset": Case(layout="cp2-replicate2", own=True, iterable=True),
-    "an IterableDataset for one data rank": Case(layout="cp2", own=True, iterable=True),
+    "an IterableDataset": Case(layout="cp2-replicate2", uses_our_config=True, iterable=True),
+    "an IterableDataset for one data rank": Case(layout="cp2", uses_our_config=True, iterable=True),
 }
 
 
@@ -131,8 +131,8 @@ def test_bf16_is_as_near_as_in_one_process(layout: str, results: RunCase) -> Non
     in_bf16 = dataclasses.replace(case, options=(("bf16", True),))
     expected = results(on_one_process(case))
     distances = []
-    for one in (on_one_process(in_bf16), in_bf16):
-        result = results(one)
+    for run in (on_one_process(in_bf16), in_bf16):
+        result = results(run)
         distances.append(max(abs(a - b) / b for a, b in zip(result["norms"], expected["norms"], strict=True)))
     assert 1e-5 < distances[0] < 0.1, "one process is not in bfloat16"
     assert distances[1] <= 2 * distances[0]
@@ -274,8 +274,8 @@ def check_refusals(folder: str) -> None:
     refused("sp_size is DeepSpeed's.*use cp_size", lambda: prepare(adjoint.wrap(model, METHOD), **sizes))
     adjoint.hf.wrap.unwrap(model)
     fsdp2 = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
-    own = {"parallelism_config": ParallelismConfig(cp_size=2), **fsdp2}
-    refused("backprop has no chunks", lambda: prepare(adjoint.wrap(model, adjoint.Backprop()), **own))
+    accelerates = {"parallelism_config": ParallelismConfig(cp_size=2), **fsdp2}
+    refused("backprop has no chunks", lambda: prepare(adjoint.wrap(model, adjoint.Backprop()), **accelerates))
     adjoint.hf.wrap.unwrap(model)
     refused(
         "cp_size needs FSDP2",
@@ -287,16 +287,16 @@ def check_refusals(folder: str) -> None:
     )
     group = one_each[dist.get_rank()]
     assert group is not None
-    wider = {"parallelism_config": ParallelismConfig(cp_size=2), **fsdp2}
     state = adjoint.wrap(model, METHOD).__dict__["_adjoint"]
     state.group = group  # of one rank, which wrap would leave out
     refused(
-        r"sequence_group has the ranks \[\d\], but by accelerate's cp_size", lambda: prepare(model, **wider)
+        r"sequence_group has the ranks \[\d\], but by accelerate's cp_size",
+        lambda: prepare(model, **accelerates),
     )
 
 
 def test_what_is_refused_by_name(tmp_path: Path) -> None:
-    """On two processes; none of these enters torch's own context parallelism."""
+    """None of these enters torch's own context parallelism."""
     on_ranks(2, tmp_path, check_refusals, str(tmp_path))
 
 
@@ -343,9 +343,7 @@ def fused_head_values(model: Any, weight: torch.Tensor) -> tuple[list[torch.Tens
 
 
 def compare_fused_heads() -> None:
-    from trl.trainer.utils import add_fused_lm_head
-
-    from adjoint.hf.fused_head import share_fused_head
+    from trl.trainer import utils
 
     shared_sequences.rank_environment()
     weight = torch.randn(2, 44, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -354,8 +352,7 @@ def compare_fused_heads() -> None:
         model = make("BambaForCausalLM", torch.float64)
         if is_shared:
             adjoint.wrap(model, METHOD, sequence_group=dist.group.WORLD)
-        add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
-        share_fused_head(model)
+        utils.add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
         results.append(fused_head_values(model, weight))
     for expected, result in zip(*results, strict=True):
         for a, b in zip(expected, result, strict=True):

@@ -50,7 +50,7 @@ def test_the_command_trains_by_chunks_with_the_unwrapped_losses(
 
 
 def test_two_ranks_share_each_sequence(tmp_path: Path) -> None:
-    """By the variables of accelerate's environment."""
+    """accelerate's variables of the environment say so."""
     write_model(tmp_path / "model")
     write_data(tmp_path)
     if importlib.util.find_spec("torchaudio") is None:

@@ -10,6 +10,7 @@ from adjoint.integrations.swift import PLUGIN
 from tests.integrations.commands import (
     assert_same_losses,
     edited_example,
+    free_port,
     run_module,
     write_adapter,
     write_data,
@@ -52,20 +53,12 @@ def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
     assert runs[1].chunks <= 3 * (6 + 5) + 1  # of rows of up to 6 chunks
 
 
-SHARED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-
-
-def test_two_ranks_share_each_sequence(tmp_path: Path) -> None:
-    """By the environment's variables; ms-swift's own `sequence_parallel_size` is refused by name."""
+@pytest.mark.parametrize("setting", ["sequence_parallel_size", "PARALLELISM_CONFIG_CP_SIZE"])
+def test_ranks_that_share_sequences_are_refused_by_name(setting: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_data(tmp_path)
-    plain = edited_example("ms_swift.yaml", tmp_path, ("ENV",), **SMALL | {"external_plugins": COUNTER})
-    ours = edited_example("ms_swift.yaml", tmp_path, (), **SMALL)
-    assert_same_losses(
-        run_module(tmp_path, "swift.cli.main", "sft", str(plain)),
-        run_module(tmp_path, "swift.cli.sft", str(ours), ranks=2, **SHARED),
-    )
-    words = "leave it out, and set ACCELERATE_USE_PARALLELISM_CONFIG"
-    refused = edited_example("ms_swift.yaml", tmp_path, (), **SMALL, sequence_parallel_size=2)
-    with pytest.raises(AssertionError, match=words):
-        run_module(tmp_path, "swift.cli.sft", str(refused), ranks=2)
+    options = {setting: 2} if setting.islower() else {"ENV": {**SMALL["ENV"], setting: 2}}
+    file = edited_example("ms_swift.yaml", tmp_path, (), **SMALL | options)
+    launcher = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    with pytest.raises(AssertionError, match=f"{setting}.*not in ms-swift"):
+        run_module(tmp_path, "swift.cli.main", "sft", str(file), **launcher)

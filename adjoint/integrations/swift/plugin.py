@@ -18,12 +18,16 @@ def _keeps_no_logits(self: object, default_value: bool = True) -> bool:
 
 
 def _refuse_sequence_parallel(self: object, *_: object, **__: object) -> None:
-    raise UserError(
-        "sequence_parallel_size is ms-swift's own, which splits the inputs of attention: leave it out, and "
-        "set ACCELERATE_USE_PARALLELISM_CONFIG: 'true' and PARALLELISM_CONFIG_CP_SIZE: in ENV"
-    )
+    """Answer in the place of ms-swift's preparation of a model whose inputs it splits."""
+    raise UserError(f"sequence_parallel_size splits the inputs of attention: {USE_OTHERS}")
 
 
+USE_OTHERS = (
+    "ranks share a wrapped model's sequences in TRL's SFTTrainer, axolotl and LLaMA-Factory, by "
+    "ParallelismConfig(cp_size=), not in ms-swift, which deals rows to all processes: leave it out"
+)
+if int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")) > 1:
+    raise UserError(f"PARALLELISM_CONFIG_CP_SIZE: {USE_OTHERS}")
 # At each step ms-swift reads `outputs.logits`, if there are any, for an accuracy: a second forward would make
 # them.
 os.environ.setdefault(LOGITS, "none")
