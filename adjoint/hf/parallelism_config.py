@@ -138,6 +138,11 @@ class SequenceGroupConfig(ParallelismConfig):
     def refuse_unsupported(self, state: AcceleratorState) -> None:
         """Raise a UserError if weights are held in a way that does not go."""
         kind = str(state.distributed_type).rpartition(".")[2]
+        if state.num_processes != self.total_size:
+            raise UserError(
+                f"ParallelismConfig: cp_size: accelerate knows of {state.num_processes} of {self.total_size} "
+                "processes: start them by torchrun or accelerate launch; on CPUs set use_cpu"
+            )
         if kind in REMEDY_BY_TYPE:
             raise UserError(f"ParallelismConfig: cp_size: {REMEDY_BY_TYPE[kind]}")
         if kind == "FSDP" and getattr(state.fsdp_plugin, "fsdp_version", None) != 2:

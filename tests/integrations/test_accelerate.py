@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +177,41 @@ def test_evaluation_counts_each_row_once(kind: str, layout: str, results: RunCas
     assert_same(result, expected)
 
 
+def run_page(code: str, folder: str, name: str) -> None:
+    """Run the page's code in a folder, and save the trained weights."""
+    if dist.is_initialized():
+        shared_sequences.rank_environment()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.chdir(folder)
+    namespace: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code, namespace)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(namespace["model"].state_dict(), f"{name}.pt")
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """Run the ten lines of the page: they end with the weights of one process."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    (code,) = re.findall(r"^```python\n(# train.py\n.*?)^```", page, re.S | re.M)
+    assert len(code.splitlines()) <= 15
+    code = code.replace("4096", "16")
+    make("BambaForCausalLM", torch.float32).save_pretrained(tmp_path / "model")
+    torch.save(make_ids(2, 70, vocab_size=61), tmp_path / "ids.pt")
+    on_ranks(2, tmp_path, run_page, code, str(tmp_path), "shared")
+    alone = code.replace(", parallelism_config=SequenceGroupConfig(cp_size=2)", "")
+    context = torch.multiprocessing.get_context("fork")
+    process = context.Process(target=run_page, args=(alone, str(tmp_path), "alone"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and alone != code
+    shared, expected = (torch.load(tmp_path / f"{name}.pt") for name in ("shared", "alone"))
+    first = make("BambaForCausalLM", torch.float32).state_dict()
+    for name, weight in expected.items():
+        assert (shared[name] - weight).abs().max() <= 1e-5, name
+    assert any((first[name] - weight).abs().max() > 1e-4 for name, weight in expected.items())
+
+
 # ------------------------------------------------------------------------------------------------- refusals
 
 
@@ -189,6 +228,7 @@ def refused(words: str, function: Callable[[], object]) -> None:
 
 def check_refusals(folder: str) -> None:
     from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.utils.data import DataLoader
 
@@ -214,6 +254,9 @@ def check_refusals(folder: str) -> None:
         words = "use cp_size" if "sp_size" in sizes else "cp_size beside tp_size"
         with pytest.raises(UserError, match=words):
             SequenceGroupConfig(**sizes)
+    with pytest.raises(UserError, match="accelerate knows of 1 of 2 processes"):
+        Accelerator(parallelism_config=SequenceGroupConfig(cp_size=2))
+    AcceleratorState._reset_state(reset_partial_state=True)
     one_each = [dist.new_group([rank]) for rank in range(2)]
     refused(
         "is 4, but there are 2 processes",
@@ -296,7 +339,7 @@ def check_refusals(folder: str) -> None:
 
 
 def test_what_is_refused_by_name(tmp_path: Path) -> None:
-    """None of these enters torch's own context parallelism."""
+    """Torch's own context parallelism is never entered."""
     on_ranks(2, tmp_path, check_refusals, str(tmp_path))
 
 

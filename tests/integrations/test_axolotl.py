@@ -51,7 +51,7 @@ def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
 
 @pytest.mark.parametrize("options", [{}, PACKED | LORA], ids=["full", "packed LoRA"])
 def test_two_ranks_share_each_sequence(options: dict[str, object], tmp_path: Path) -> None:
-    """With `context_parallel_size`, without axolotl's ring attention, losses are those of one process."""
+    """axolotl's `context_parallel_size`, without its ring attention, has the losses of one process."""
     write_model(tmp_path / "model")
     write_adapter(tmp_path / "adapter", tmp_path / "model")
     write_data(tmp_path)
