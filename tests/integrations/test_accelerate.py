@@ -21,6 +21,7 @@ import torch.distributed as dist
 import adjoint
 from adjoint.errors import UserError
 from tests.hf.hf_models import make
+from tests.hf.test_loops import TRL, logged, trl_model, trl_trainer
 from tests.integrations import shared_sequences
 from tests.integrations.shared_sequences import CLIP, METHOD, Case
 from tests.model_helpers import make_ids
@@ -47,6 +48,14 @@ LOGGED_RTOL = 2e-7  # transformers logs losses in float32
 RunCase = Callable[..., dict[str, Any]]
 
 
+def in_a_process(function: Callable[..., None], *args: object) -> None:
+    """Call a function in a process of its own, which accelerate's state does not outlive."""
+    process = torch.multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> RunCase:
     """Return a function that runs a case in processes of its own, once, and returns its results."""
@@ -58,11 +67,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> RunCase:
             if case.kind == "sft":
                 pytest.importorskip("trl")
             if case.processes == 1:
-                context = torch.multiprocessing.get_context("fork")
-                process = context.Process(target=shared_sequences.run, args=(case, str(folder), name))
-                process.start()
-                process.join()
-                assert process.exitcode == 0
+                in_a_process(shared_sequences.run, case, str(folder), name)
             else:
                 on_ranks(case.processes, folder, shared_sequences.run, case, str(folder), name, timeout=120)
             names[case] = name
@@ -200,11 +205,8 @@ def test_the_page(tmp_path: Path) -> None:
     torch.save(make_ids(2, 70, vocab_size=61), tmp_path / "ids.pt")
     on_ranks(2, tmp_path, run_page, code, str(tmp_path), "shared")
     alone = code.replace(", parallelism_config=SequenceGroupConfig(cp_size=2)", "")
-    context = torch.multiprocessing.get_context("fork")
-    process = context.Process(target=run_page, args=(alone, str(tmp_path), "alone"))
-    process.start()
-    process.join()
-    assert process.exitcode == 0 and alone != code
+    assert alone != code
+    in_a_process(run_page, alone, str(tmp_path), "alone")
     shared, expected = (torch.load(tmp_path / f"{name}.pt") for name in ("shared", "alone"))
     first = make("BambaForCausalLM", torch.float32).state_dict()
     for name, weight in expected.items():
@@ -370,6 +372,27 @@ def test_the_configuration_is_read_as_accelerate_reads_its_own(monkeypatch: pyte
         SequenceGroupConfig(cp_size=0)
 
 
+def make_two_accelerators() -> None:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    shared_sequences.rank_environment()
+    model = adjoint.wrap(make("LlamaForCausalLM", torch.float32), METHOD)
+    batch = shared_sequences.padded(shared_sequences.documents(2))
+    config, losses = ParallelismConfig(cp_size=2), []
+    for _ in range(2):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        prepared = Accelerator(cpu=True, parallelism_config=config).prepare_model(model, evaluation_mode=True)
+        losses.append(prepared(**batch).loss)
+        assert dist.get_process_group_ranks(vars(model)["_adjoint"].group) == [0, 1]
+    assert torch.equal(*losses)
+
+
+def test_a_model_goes_on_where_accelerates_state_is_reset(tmp_path: Path) -> None:
+    """TrainingArguments reset it; the next Accelerator makes a mesh of its own."""
+    on_ranks(2, tmp_path, make_two_accelerators)
+
+
 # ------------------------------------------------------------------------------------------ TRL's fused head
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -405,3 +428,29 @@ def compare_fused_heads() -> None:
 def test_values_of_trls_fused_head_come_from_all_ranks(tmp_path: Path) -> None:
     pytest.importorskip("trl.trainer.utils")
     on_ranks(2, tmp_path, compare_fused_heads)
+
+
+def train_on_preferences(name: str, folder: str, file: str) -> None:
+    from adjoint.integrations import AdjointCallback
+    from adjoint.integrations.accelerate import SequenceGroupConfig
+
+    options: dict[str, Any] = {"max_steps": 3, "callbacks": [AdjointCallback(METHOD)]}
+    if dist.is_initialized():
+        shared_sequences.rank_environment()
+        options["parallelism_config"] = SequenceGroupConfig(cp_size=2)
+    trainer = trl_trainer(TRL[name], Path(folder), False, **options)
+    trainer.train()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save([logged(trainer, key) for key in ("loss", "grad_norm")], Path(folder) / file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DPO", "DPO with LoRA", "KTO"])
+def test_trainers_of_preferences(name: str, tmp_path: Path) -> None:
+    """Their log-probabilities are those of the fused head."""
+    trl_model(TRL[name], tmp_path)
+    in_a_process(train_on_preferences, name, str(tmp_path), "alone.pt")
+    on_ranks(2, tmp_path, train_on_preferences, name, str(tmp_path), "shared.pt")
+    alone, shared = (torch.load(tmp_path / file) for file in ("alone.pt", "shared.pt"))
+    for expected, result in zip(alone, shared, strict=True):
+        assert len(expected) == 3 and (result - expected).abs().max() <= 1e-5
