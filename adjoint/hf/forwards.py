@@ -5,8 +5,10 @@ A call is validated here and handed to `engine.runner`, to `MiniSequence`, or to
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import operator
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import SupportsIndex
@@ -124,8 +126,19 @@ def unwrapped_class(cls: type) -> type:
     return rest.get("_adjoint_original") or type(cls.__name__, bases, rest)
 
 
+def accelerate_hooks() -> types.ModuleType | None:
+    """Return `hf.parallelism_config`, by which accelerate shares sequences from now on; None without it."""
+    if importlib.util.find_spec("accelerate") is None:  # transformers imports it where it is installed
+        return None
+    from adjoint.hf import parallelism_config
+
+    parallelism_config.install()
+    return parallelism_config
+
+
 def new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Module:
     """Return an empty instance of a wrapped class, for pickle and deepcopy to fill."""
+    accelerate_hooks()  # in a process that has wrapped nothing itself
     wrapped = wrapped_class(cls, forward_function)
     return wrapped.__new__(wrapped)
 

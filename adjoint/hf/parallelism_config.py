@@ -287,9 +287,10 @@ def _prepare_model(
     model: nn.Module,
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
+    **kwargs: object,
 ) -> T:
     _share_sequences(self, [model], is_trained=not evaluation_mode)
-    return original(self, model, device_placement, evaluation_mode)
+    return original(self, model, device_placement, evaluation_mode, **kwargs)
 
 
 def _share_sequences(accelerator: Accelerator, models: Iterable[nn.Module], is_trained: bool) -> None:

@@ -8,7 +8,6 @@ hidden states themselves."""
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from adjoint.errors import UserError
 from adjoint.hf.forwards import (
     EntryForward,
+    accelerate_hooks,
     backbone_forward,
     lm_forward,
     new_instance,
@@ -106,11 +106,8 @@ def wrap(
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
     wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
-    if importlib.util.find_spec("accelerate") is not None:  # transformers has imported it, then
-        from adjoint.hf import parallelism_config
-
-        parallelism_config.install()
-        wrap_state.group = parallelism_config.shared_group(wrap_state, parallelism_config.configured_group())
+    if (hooks := accelerate_hooks()) is not None:
+        wrap_state.group = hooks.shared_group(wrap_state, hooks.configured_group())
     keep_trainable(model)
     sum_partial_gradients(model)
     for module, forward in entries.items():

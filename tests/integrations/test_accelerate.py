@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import itertools
@@ -386,6 +387,17 @@ def make_two_accelerators() -> None:
         losses.append(prepared(**batch).loss)
         assert dist.get_process_group_ranks(vars(model)["_adjoint"].group) == [0, 1]
     assert torch.equal(*losses)
+
+
+def test_a_copy_of_a_wrapped_model_shares_sequences_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that only loads one has called no `wrap`; torch's context parallelism would split inputs."""
+    from adjoint.hf import parallelism_config
+
+    calls: list[int] = []
+    model = adjoint.wrap(make("LlamaForCausalLM", torch.float32), METHOD)
+    monkeypatch.setattr(parallelism_config, "install", lambda: calls.append(1))
+    copy.deepcopy(model)
+    assert calls
 
 
 def test_a_model_goes_on_where_accelerates_state_is_reset(tmp_path: Path) -> None:
