@@ -24,7 +24,8 @@ METHOD = adjoint.Exact(chunk_size=CHUNK)
 # Numbers of (processes, replicas, shards); the ranks that share sequences are the rest.
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
-    "replicate2": {"dp_replicate_size": 2},  # without a ParallelismConfig
+    "replicate2": {"dp_replicate_size": 2},  # these two are without a ParallelismConfig
+    "shard2": {"dp_shard_size": 2},
     "cp2": {"cp_size": 2},
     "cp2-shard2": {"cp_size": 2, "dp_shard_size": 2},
     "cp2-replicate2": {"cp_size": 2, "dp_replicate_size": 2},
