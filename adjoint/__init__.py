@@ -18,7 +18,7 @@ _MODULES = {
     "StackOutput": "stack",
     "Truncated": "methods",
     "backends": "kernels.dispatch",
-    "checkpoint_sequence": "engine.recurrence",
+    "checkpoint_sequence": "stack.recurrence",
     "distillation_loss": "train.distillation_loss",
     "linear_scan": "kernels.linear_scan",
     "multi_token_loss": "train.multi_token_loss",

@@ -1,5 +1,4 @@
 from adjoint.engine.host_weights import offload_weights as offload_weights
-from adjoint.engine.recurrence import checkpoint_sequence as checkpoint_sequence
 from adjoint.hf.wrap import unwrap as unwrap
 from adjoint.hf.wrap import wrap as wrap
 from adjoint.kernels.dispatch import backends as backends
@@ -15,6 +14,7 @@ from adjoint.methods import MiniSequence as MiniSequence
 from adjoint.methods import Truncated as Truncated
 from adjoint.stack import Stack as Stack
 from adjoint.stack import StackOutput as StackOutput
+from adjoint.stack.recurrence import checkpoint_sequence as checkpoint_sequence
 from adjoint.train.distillation_loss import distillation_loss as distillation_loss
 from adjoint.train.in_backward import optimizer_in_backward as optimizer_in_backward
 from adjoint.train.multi_token_loss import multi_token_loss as multi_token_loss

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.batch import IGNORE_INDEX
@@ -69,41 +70,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = None
         if backward_follows and not keeps_factors:
             d_weight = torch.zeros_like(weight, dtype=dtype)
+        is_fused = _has_fused_softmax(hidden) and shard is None and weights is None
         for start in range(0, tokens, slice_tokens):
             h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
-            valid = y != IGNORE_INDEX
-            labels = torch.where(valid, y, 0).unsqueeze(1)
-            has_label = valid.unsqueeze(1)
-            if shard is not None:
-                labels, is_here = shard.rows_of(labels, len(weight))
-                has_label = has_label & is_here
-            logits = (h @ weight.T).to(dtype)
-            log_normalizer, label_logits = logits.logsumexp(1, keepdim=True), logits.gather(1, labels)
-            if shard is not None:
-                log_normalizer, label_logits = _over_ranks(
-                    log_normalizer, label_logits, has_label, shard.group
-                )
+            if is_fused:
+                slice_loss, d_logits = _softmax_loss(h @ weight.T, y, dtype, backward_follows)
+            else:
+                slice_weights = None if weights is None else weights[start : start + slice_tokens].to(dtype)
+                logits = (h @ weight.T).to(dtype)
+                slice_loss, d_logits = _loss_in_place(logits, y, slice_weights, shard, backward_follows)
+                del logits
             # not +=: torch 2.11's compiler would then give no gradients
-            token_losses = (log_normalizer - label_logits).squeeze(1)
-            token_losses = token_losses.where(valid, 0)  # not times valid: others' may be infinite
-            token_weights = None if weights is None else weights[start : start + slice_tokens].to(dtype)
-            loss = loss + (token_losses if token_weights is None else token_losses * token_weights).sum()
-            if d_hidden is not None:
-                d_logits = logits.sub_(log_normalizer).exp_()  # softmax, in the logits' own memory
-                d_logits.scatter_add_(1, labels, -has_label.to(dtype))
-                d_logits.masked_fill_(~valid.unsqueeze(1), 0)
-                if token_weights is not None:
-                    d_logits.mul_(token_weights.unsqueeze(1))
-                d_logits_rounded = d_logits.to(h.dtype)
-                d_hidden[start : start + slice_tokens] = d_logits_rounded @ weight
+            loss = loss + slice_loss
+            if d_hidden is not None and d_logits is not None:
+                d_logits = d_logits.to(h.dtype)
+                d_hidden[start : start + slice_tokens] = d_logits @ weight
                 if d_weight is None:
-                    ctx.save_for_backward(d_hidden, d_logits_rounded, hidden)
+                    ctx.save_for_backward(d_hidden, d_logits, hidden)
                 elif h.dtype == dtype:
-                    d_weight += d_logits_rounded.T @ h
+                    d_weight += d_logits.T @ h
                 else:
-                    add_product(d_weight, d_logits_rounded.T, h)
-                del d_logits, d_logits_rounded
-            del logits  # before the next slice's are made
+                    add_product(d_weight, d_logits.T, h)
+            del d_logits  # before the next slice's are made
         if d_weight is not None:
             ctx.save_for_backward(d_hidden, d_weight, None)
         ctx.dtype = weight.dtype
@@ -119,6 +107,65 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:  # the product is rounded once, when it has been summed
             d_weight = factor_or_gradient.T @ _scaled(hidden, d_loss, hidden.dtype)
         return d_hidden, d_weight, None, None, None, None
+
+
+def _has_fused_softmax(hidden: Tensor) -> bool:
+    """Whether launches cost more than what `_softmax_loss` holds besides the logits, as on a GPU."""
+    return hidden.is_cuda
+
+
+def _softmax_loss(
+    logits: Tensor, targets: Tensor, dtype: torch.dtype, backward_follows: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed cross-entropy of logits, and its gradient in their dtype, or None.
+
+    It computes in `dtype`, by half of `_loss_in_place`'s launches.
+
+    Args:
+        logits: (tokens, vocab_size). targets: (tokens,); `IGNORE_INDEX` counts for nothing.
+    """
+    log_probabilities = torch.log_softmax(logits, 1, dtype=dtype)
+    loss = F.nll_loss(log_probabilities, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    if not backward_follows:
+        return loss, None
+    ignored = (targets == IGNORE_INDEX).unsqueeze(1)
+    d_logits = log_probabilities.exp_()
+    minus_one = d_logits.new_full((), -1).expand(len(targets), 1)
+    d_logits.scatter_add_(1, targets.clamp(0).unsqueeze(1), minus_one)
+    return loss, d_logits.masked_fill_(ignored, 0).to(logits.dtype)
+
+
+def _loss_in_place(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    shard: VocabularyShard | None,
+    backward_follows: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed cross-entropy of logits, and its gradient in the logits' own memory, or None.
+
+    Args:
+        logits: (tokens, vocab_size), of the shard's part of the vocabulary. targets: as in `_softmax_loss`.
+        weights: (tokens,), how often each target counts; None for once.
+    """
+    valid = targets != IGNORE_INDEX
+    labels = torch.where(valid, targets, 0).unsqueeze(1)
+    has_label = valid.unsqueeze(1)
+    if shard is not None:
+        labels, is_here = shard.rows_of(labels, logits.shape[1])
+        has_label = has_label & is_here
+    log_normalizer, label_logits = logits.logsumexp(1, keepdim=True), logits.gather(1, labels)
+    if shard is not None:
+        log_normalizer, label_logits = _over_ranks(log_normalizer, label_logits, has_label, shard.group)
+    token_losses = (log_normalizer - label_logits).squeeze(1)
+    token_losses = token_losses.where(valid, 0)  # not times valid: others' may be infinite
+    loss = (token_losses if weights is None else token_losses * weights).sum()
+    if not backward_follows:
+        return loss, None
+    d_logits = logits.sub_(log_normalizer).exp_()  # softmax
+    d_logits.scatter_add_(1, labels, -has_label.to(logits.dtype))
+    d_logits.masked_fill_(~valid.unsqueeze(1), 0)
+    return loss, d_logits if weights is None else d_logits.mul_(weights.unsqueeze(1))
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

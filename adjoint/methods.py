@@ -223,6 +223,14 @@ class Exact(Method):
         'mainly in_proj\'s; "full", all but the layer\'s input (Korthikanti et al. 2022, "Reducing '
         'activation recomputation in large transformer models").',
     )
+    segment_layers: int | None = option(
+        None,
+        "layers that a chunk's tape has at a time. The forward then stores the input of every so many layers "
+        "(seqlen × d_model each), and the backward takes these segments from the top, each through all "
+        'chunks: fewer layers, longer chunks in the same memory. None is 1 with keep="inputs"; with '
+        '"edges", all layers; but if no other option is given, on a GPU, as many as make the step fastest in '
+        "less memory than gradient checkpointing takes.",
+    )
     memory: int | str | None = option(
         None,
         'activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for '
@@ -260,11 +268,23 @@ class Exact(Method):
                 f"checkpoints limits what is stored, and keep={self.keep!r} stores every layer's input: "
                 "leave keep out, or take offload=True to store states in host memory"
             )
+        check_segment_layers(self.segment_layers)
+        if self.segment_layers is not None and (memory is not None or self.checkpoints is not None):
+            limit = "memory" if memory is not None else "checkpoints"
+            raise ValueError(f"segment_layers stores layers' inputs, which {limit} does not count: drop one")
 
     @property
     def storage(self) -> Storage:
+        keep, segment_layers = self.keep, self.segment_layers
+        if keep == "edges" and segment_layers is not None:
+            keep = "inputs"
+        others = self.chunk_size, self.memory, self.checkpoints
+        is_picked = segment_layers is None and keep == "edges" and others == (None, None, None)
+        if not is_picked or self.offload or self.recompute != "none":
+            segment_layers = segment_layers or 1
         return Storage(
-            keep=self.keep,
+            keep=keep,
+            segment_layers=segment_layers,
             recompute=self.recompute,
             offload=self.offload or self.keep == "offload",
             checkpoints=self.checkpoints,
@@ -555,6 +575,16 @@ def check_checkpoints(checkpoints: object) -> None:
         raise ValueError(
             "checkpoints must be a whole number of states per layer, 1 or more, or None to store all; "
             f"got {checkpoints!r}"
+        )
+
+
+def check_segment_layers(segment_layers: object) -> None:
+    if segment_layers is not None and (
+        isinstance(segment_layers, bool) or not isinstance(segment_layers, int) or segment_layers < 1
+    ):
+        raise ValueError(
+            "segment_layers must be a whole number of layers, 1 or more, or None to have one picked; "
+            f"got {segment_layers!r}"
         )
 
 

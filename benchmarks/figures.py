@@ -196,7 +196,7 @@ FIGURES = [
     Figure("docs/recipes.md", LongPrompts(), "", None, (*WRAPPED, "engine/shared_prefix.py")),
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/which_method.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
-           (*STACK, "engine/bidirectional.py", "engine/recurrence.py")),
+           (*STACK, "stack/bidirectional.py", "stack/recurrence.py")),
     Figure("docs/which_method.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

@@ -53,7 +53,7 @@ _models: dict[str, Any] = {}  # by name: what is counted of one at one point ser
 
 def model_sizes(name: str) -> Any:
     """Return the planner's view of a model."""
-    from adjoint.plan.planned_pretrained import outlined
+    from adjoint.plan.outline import outlined
 
     if name not in _models:
         with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ import adjoint
 from adjoint import StackConfig
 from adjoint.engine.executor import Executor
 from adjoint.plan.model_sizes import Model
-from adjoint.plan.planned_pretrained import outlined
+from adjoint.plan.outline import outlined
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.rounds import step_bytes
 from adjoint.plan.run_memory import Setup

@@ -8,11 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from adjoint import batch
+from adjoint import batch, loss
 from adjoint.batch import Batch, divisor_of, shift_labels
 from adjoint.loss import linear_cross_entropy
 
 VOCAB, D_MODEL = 13, 6
+
+
+@pytest.fixture(params=["in place", "fused"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way in which a slice's loss is computed: on a CPU, and on a GPU."""
+    monkeypatch.setattr(loss, "_has_fused_softmax", lambda hidden: request.param == "fused")
 
 
 def inputs(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (3, 17)) -> tuple[torch.Tensor, ...]:

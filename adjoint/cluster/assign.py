@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from adjoint.cluster.devices import Device, shares
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
-from adjoint.engine.worker_rules import CutModel
+from adjoint.engine.sharded_model import ShardedModel, layer_costs
 from adjoint.errors import UserError
-from adjoint.layers import StackConfig
 from adjoint.memory import size_text
 from adjoint.methods import Method
 from adjoint.plan.capacity import Fit
@@ -23,7 +22,7 @@ from adjoint.train.layout import Layout
 
 
 def make_specs(
-    model: StackConfig | CutModel,
+    model: ShardedModel,
     training: TrainingConfig,
     method: Method,
     layout: Layout,
@@ -58,15 +57,14 @@ def make_specs(
     machine = Machine("cuda" if sizes else "cpu", precision, min(sizes, default=None))
     limits, speeds = sizes if ids is not None and len(sizes) == shards else None, shares(gpus)
     try:
-        setup = Setup(model_of(model), method, rows, seqlen, layout, machine, training)
+        setup = Setup(model_of(model.source), method, rows, seqlen, layout, machine, training)
         fit = Fit(setup, limits, speeds)
         # where only the margin for libraries is missing, the shards get their way
         spans = tuple(fit.spans() or fit.without_margin().spans() or fit.assign())
         if ids is not None and limits is None:
             _check_nodes(fit.without_margin().setup, spans, owners)
     except Uncountable:  # then nobody knows
-        costs = model_of(model).costs if isinstance(model, StackConfig) else model.costs
-        spans = tuple(partition(costs, shards, speeds))
+        spans = tuple(partition(layer_costs(model), shards, speeds))
     except UserError as error:
         raise UserError(f"cluster.shards: {error}") from None
     nodes = [look["node"] for look in processes]

@@ -25,9 +25,9 @@ from adjoint.cluster.recovery import Cause, ShardFailure, cause_of
 from adjoint.cluster.shard import PipelineWorker
 from adjoint.cluster.shared_files import SharedFiles
 from adjoint.cluster.spec import ProcessDescription, ShardSpec
-from adjoint.engine.worker_rules import CutModel, exchanges_within_tiles
+from adjoint.engine.sharded_model import ShardedModel
+from adjoint.engine.worker_rules import exchanges_within_tiles
 from adjoint.errors import UserError
-from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.train.config import ClusterConfig, TrainingConfig
 
@@ -119,10 +119,7 @@ class ShardActor:
             self.shard = HelperShard(spec)
             return
         helpers = [_helper(actors[rank]) for rank in layout.helpers_of(spec.rank)]
-        kind: type[PipelineWorker] = PipelineWorker
-        if not isinstance(spec.model, StackConfig):
-            from adjoint.cluster.pretrained_shard import PretrainedPipelineWorker as kind
-        shard = kind(spec, transport, checkpoint is None, helpers)
+        shard = PipelineWorker(spec, transport, checkpoint is None, helpers)
         if checkpoint is not None:
             shard.load(checkpoint)
         self.shard = shard
@@ -208,7 +205,7 @@ class Group:
     """Shards that live in actors.
 
     Args:
-        model: the whole stack's sizes, or a `Pretrained`.
+        model: the complete one.
         training: optimizer, seed, device, precision.
         method: how the gradient is computed.
         cluster: how many workers, what each asks of its node, and how long they are waited for.
@@ -223,7 +220,7 @@ class Group:
 
     def __init__(
         self,
-        model: StackConfig | CutModel,
+        model: ShardedModel,
         training: TrainingConfig,
         method: Method,
         cluster: ClusterConfig,
@@ -240,7 +237,7 @@ class Group:
         if cluster.shards == "auto":
             shards = max(1, min(placement.room(self.layout, each), model.n_layer))
             self.layout = dataclasses.replace(self.layout, shards=shards)
-        self.layout.check(model, method)
+        self.layout.check(model.source, method)
         self.place = placement.place(self.layout, each, cluster.start_timeout, await_nodes)
         self.actors: list[ActorHandle] = []
         self.nodes: list[str] = []  # Ray's name of each worker's node, once they have said it

@@ -25,7 +25,6 @@ from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.schedule import HelperTasks
 from adjoint.engine.stage import Stage
 from adjoint.memory import peak_memory_bytes
-from adjoint.stack import Stack
 from adjoint.train.machine import autocast
 
 UNITS_PER_HELPER = 2  # units that a helper holds: one under way, one whose inputs are there
@@ -118,10 +117,9 @@ class HelperShard:
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec, self.device = spec, torch.device(spec.device)
-        with torch.device("meta"):
-            full_stack = Stack(spec.model, seed=0)
-        self.part = full_stack.split(spec.spans[spec.shard]).to_empty(device=self.device).to(spec.dtype)
-        self.stages = self.part.stages()
+        self.span = spec.spans[spec.shard]
+        self.part = spec.model.make_part(self.span, self.device, spec.dtype)
+        self.stages = spec.model.stages(self.part, self.span, EngineSpec(1))
         self.progress, self.at = 0, ("", True)  # as a shard's
 
     def task(self, task: Task) -> list[np.ndarray]:
@@ -134,7 +132,7 @@ class HelperShard:
                 for parameter, weight in zip(stage.parameters(), weights, strict=True):
                     parameter.copy_(weight)
         rows = next(tensor.shape[0] for key, tensor in inputs.items() if key[0] == "y")
-        states = self.part.stage_states(self.part.initial_state(rows))
+        states = self.spec.model.stage_states(self.part, self.span, rows)
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, grid.cuts[-1])
         batch = Batch(ids, ids, seq_idx=inputs.pop(SEQ_IDX, None), states=states)
         with autocast(self.spec.precision, self.device):

@@ -25,19 +25,18 @@ from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.process_group import DistributedTransport
 from adjoint.cluster.spec import ShardSpec
-from adjoint.engine.chunk_size import default_chunk_size
+from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
 from adjoint.engine.schedule import Owners, Recv, Schedule, Send
-from adjoint.engine.stage import Stage, costs_of
+from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
-from adjoint.kernels.collectives import split_tokens
 from adjoint.layers import State
-from adjoint.layers.init import draw_seed
+from adjoint.layers.init import drawn_from
 from adjoint.memory import begin_peak, peak_memory_bytes
 from adjoint.parallel.access import weights_of
 from adjoint.parallel.agreement import (
@@ -50,7 +49,6 @@ from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
-from adjoint.stack import Stack
 from adjoint.train.carry_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast
@@ -84,7 +82,7 @@ class Microbatch:
             workers that have these layers.
         number: its number since the run began. Random numbers, such as dropout's masks, are seeded by it and
             by the worker, so that they do not depend on what was drawn before.
-        passing: for a method that cuts at random: `Grid.passing`.
+        adjoint_scale: for a method that cuts at random: `Grid.adjoint_scale`.
         start: where states are carried, `Carried.start`'s arguments. ended: (batch,) bool, `end`'s.
     """
 
@@ -118,18 +116,22 @@ class PipelineWorker:
         drawn: bool = True,
         helpers: Sequence[Helper] = (),
     ) -> None:
-        spec.layout.check(spec.model, spec.method)
+        spec.layout.check(spec.model.source, spec.method)
         self.spec, self.transport, self.helpers = spec, transport, helpers
         layout = spec.layout
         self.replica, self.tensor_ranks = layout.replica(spec.rank), layout.tensor_ranks(spec.rank)
         if transport is not None:
             transport.first, transport.stride = spec.rank - spec.worker * layout.tensor, layout.tensor
-        self.device = torch.device(spec.device)
-        self.part = self._make_part(drawn)
+        self.device, self.model = torch.device(spec.device), spec.model.in_precision(spec.precision)
+        group = None
+        if transport is not None and layout.tensor > 1:
+            group = transport.among[tuple(self.tensor_ranks)]
+        seed = spec.training.seed if drawn else None
+        self.part: Any = self.model.make_part(self.span, self.device, spec.dtype, seed, group)
         if self.tied_head is not None:
             self.tied_head._no_weight_decay = True  # type: ignore[attr-defined] # it is an embedding
         self.optimizer = make_optimizer(self.part, spec.training, [] if self.table is None else [self.table])
-        self.carried = Carried(spec.training.carry_state, spec.spans[spec.shard])
+        self.carried = Carried(spec.training.carry_state, self.span)
         self.known: set[tuple[int, int]] = set()  # (helper, stage)s whose weights the helper has
         self.warmed_up: set[Hashable] = set()  # see `Connections`
         self.agreed = False  # whether workers with the same layers have been compared
@@ -139,46 +141,12 @@ class PipelineWorker:
         # that is to wait for others.
         self.progress, self.at = 0, ("", False)
 
-    # What is a stack's: a span of another model has these its own way (`adjoint.cluster.pretrained_shard`).
-
-    embedding_name, head_name = "embedding.weight", "lm_head.weight"
-
-    def _make_part(self, drawn: bool) -> Any:
-        """Return the module with this shard's layers, and set `self.costs` to what tiles cost."""
-        spec = self.spec
-        with torch.device("meta"):
-            full_stack = Stack(spec.model, seed=0)
-        self.costs = costs_of(full_stack.stages())
-        span_module = full_stack.split(spec.spans[spec.shard]).to_empty(device="cpu")
-        if spec.model.tie_embeddings and self.is_first and self.is_last:
-            span_module.lm_head.weight = span_module.embedding.weight  # to_empty made two of one
-        if drawn:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(spec.training.seed)
-                seed = draw_seed()
-            span_module.reset_parameters(seed)
-        if self.transport is not None and spec.layout.tensor > 1:
-            group = self.transport.among[tuple(self.tensor_ranks)]
-            span_module.parallelize(group, "cluster.tensor", same_weights=True)
-        return span_module.to(self.device, spec.dtype)
-
-    def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
-        """Return the model's stages, None for those of other shards."""
-        return self.part.stages(self.spec.method.storage.recompute, reads_windows(engine_spec))
-
-    def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
-        """Return each stage's state before a sequence, from this shard's; None means zeros."""
-        return self.part.stage_states(self.part.initial_state(rows) if states is None else states)
-
-    def drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context that seeds the random draws for batch `number`; a stack draws nothing."""
-        return contextlib.nullcontext()
-
-    def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
-        """Return the method's specification for the engine."""
-        return self.spec.method.engine_spec(seqlen, chunk_size)
-
     # ------------------------------------------------------------------------------------ what it consists of
+
+    @property
+    def span(self) -> range:
+        """The layers that are here."""
+        return self.spec.spans[self.spec.shard]
 
     @property
     def shards(self) -> int:
@@ -197,22 +165,22 @@ class PipelineWorker:
     @property
     def table(self) -> Tensor | None:
         """The copy of a tied table that another shard owns."""
-        copied = self.spec.model.tie_embeddings and self.is_first and not self.is_last
-        return self.part.get_parameter(self.embedding_name) if copied else None
+        copied = self.model.tie_embeddings and self.is_first and not self.is_last
+        return self.part.get_parameter(self.model.embedding) if copied else None
 
     @property
     def tied_head(self) -> Tensor | None:
         """A tied table that is the head here."""
-        has_tied_head = self.spec.model.tie_embeddings and self.is_last
-        return self.part.get_parameter(self.head_name) if has_tied_head else None
+        has_tied_head = self.model.tie_embeddings and self.is_last
+        return self.part.get_parameter(self.model.head) if has_tied_head else None
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Map names in the model to this shard's parameters; each name belongs to exactly one shard."""
         named = dict(self.part.named_parameters())
         if self.tied_head is not None and not self.is_first:
-            named[self.embedding_name] = named.pop(self.head_name)
+            named[self.model.embedding] = named.pop(self.model.head)
         if self.table is not None:
-            del named[self.embedding_name]
+            del named[self.model.embedding]
         return named
 
     # ---------------------------------------------------------------------------------------------- a step
@@ -257,7 +225,7 @@ class PipelineWorker:
         self.windows = chunked.windows
         if step.ended is not None:
             final = grouped(batch.states, [s for state in executor.final for s in state])
-            self.carried.end([final[1 + k] for k in self.part.span], step.ended.to(self.device))
+            self.carried.end([final[1 + k] for k in self.span], step.ended.to(self.device))
         for parameter in self.part.parameters():
             gradient = executor.gradients.get(parameter)
             if gradient is not None:
@@ -290,19 +258,20 @@ class PipelineWorker:
         batch = Batch.from_labels(*labelled(ids), seq_idx).share(
             self.replica, self.spec.layout.replicas, self.device
         )
-        return dataclasses.replace(batch, states=self._states(batch.rows, states))
+        states = self.model.stage_states(self.part, self.span, batch.rows, states)
+        return dataclasses.replace(batch, states=states)
 
     def _engine_spec(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
-        return self._spec(batch.seqlen, size)
+        return self.spec.method.engine_spec(batch.seqlen, size, self.model.documents)
 
     def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
         return ChunkedStep(
-            self._stages(engine_spec),
+            self.model.stages(self.part, self.span, engine_spec),
             batch,
             engine_spec,
-            self.spec.model.d_model,
+            self.model.d_model,
             distribution=PipelineRank(self, microbatch),
             sweep=weights_of(self.part).sweep(),
         )
@@ -315,7 +284,7 @@ class PipelineWorker:
         Raises:
             UserError: they do.
         """
-        layout, layers = self.spec.layout, self.spec.spans[self.spec.shard]
+        layout, layers = self.spec.layout, self.span
         peers = layout.with_same_weights(self.spec.shard, layout.tensor_rank(self.spec.rank))
         if self.agreed or self.transport is None or len(peers) < 2:
             return
@@ -436,7 +405,7 @@ class PipelineWorker:
         if not weights.files_by_name:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         named = self.named_weights()
-        copied = {} if self.table is None else {self.embedding_name: self.table}
+        copied = {} if self.table is None else {self.model.embedding: self.table}
         for name, parameter in (named | copied).items():
             parameter.copy_(split_like(weights[name], parameter))
         load_optimizer(self.optimizer, {name: state.read_entries(name) for name in named}, named)
@@ -450,18 +419,10 @@ class PipelineWorker:
 
         The layers continue from the last call's states, unless `begins`: then from zeros.
         """
-        span_module, y = self.part, x.to(self.device)
         if begins:
-            self.continued = span_module.initial_state(len(x))
-        seqlen, split = x.shape[1], span_module.tensor_parallel
-        if span_module.is_first:
-            y = span_module.embed(y)
-        elif split is not None:
-            y = split_tokens(y, split.group)
-        documents_and_tokens = () if split is None else (None, seqlen)
-        for k, block in enumerate(span_module.blocks()):
-            y, self.continued[k] = block(y, self.continued[k], *documents_and_tokens)
-        return span_module.all_tokens(y, seqlen).cpu()
+            self.continued = self.part.initial_state(len(x))
+        y, self.continued = self.part.run_layers(x.to(self.device), self.continued)
+        return self.part.all_tokens(y, x.shape[1]).cpu()
 
     @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:
@@ -475,11 +436,11 @@ class PipelineWorker:
 
         Every worker of a sequence gets at least two chunks.
         """
-        ids = torch.empty(batch, seqlen, dtype=torch.int8, device=self.device)
-        with autocast(self.spec.precision, self.device):  # what layers keep of a chunk depends on it
-            method = self.spec.method
-            default = default_chunk_size(self.part, ids, method.storage.recompute, method.storage.checkpoints)
-        return self.spec.layout.chunk_size(self.spec.method, seqlen, default)
+        method, precision = self.spec.method, self.spec.precision
+        sizes = self.model.sizes(precision, self.device.type, method.storage.recompute)
+        default = chunk_size_on(self.device, sizes, batch, seqlen, method.storage.checkpoints)
+        size = self.spec.layout.at_most(default, seqlen)
+        return method.engine_spec(seqlen, size, self.model.documents).chunk_size
 
     def picked_windows(self) -> list[int] | None:
         """Each layer's window of the last batch, where the method picked them."""
@@ -523,8 +484,8 @@ class PipelineRank(Distribution):
         stages: Sequence[Stage | None],
         windows: Sequence[int] | None = None,
     ) -> Grid:
-        helped, costs = self.spec.layout.helped, self.pipeline.costs
-        return grid_of(self.spec.model, spec, seqlen, self.spec.owners, helped, costs, windows)
+        model, helped = self.spec.model, self.spec.layout.helped
+        return grid_of(model, spec, seqlen, self.spec.owners, helped, model.costs, windows)
 
     def owners(self, grid: Grid) -> Owners:
         return self.spec.owners.fitted_to(grid)
@@ -550,9 +511,9 @@ class PipelineRank(Distribution):
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which random numbers are those of the step."""
-        if self.microbatch is None:
+        if self.microbatch is None or not self.spec.model.draws_numbers:
             return contextlib.nullcontext()
-        return self.pipeline.drawing(self.microbatch.number)
+        return drawn_from(self.spec.training.seed, self.microbatch.number, self.spec.rank)
 
     def running(
         self, schedule: Schedule, make_executor: Callable[[], Executor]

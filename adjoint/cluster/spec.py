@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
 from adjoint.cluster.devices import Device
 from adjoint.engine.schedule import Owners
-from adjoint.engine.worker_rules import owners_of
+from adjoint.engine.sharded_model import ShardedModel
 from adjoint.methods import Method
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
@@ -39,13 +39,13 @@ class ShardSpec:
     """The specification of one worker, in plain values that can be sent to its process.
 
     Args:
-        model: of the whole stack; or a `Pretrained`.
+        model: the complete one.
         layout: all workers. spans: every shard's layers, bottom up. rank: which worker this is.
         device: a torch device. precision: float32, bfloat16 (autocast) or float64.
         threads: CPU threads; None leaves PyTorch's choice.
     """
 
-    model: Any
+    model: ShardedModel
     training: TrainingConfig
     method: Method
     layout: Layout
@@ -57,8 +57,8 @@ class ShardSpec:
 
     @property
     def owners(self) -> Owners:
-        """Return the owner of each tile within a replica."""
-        return owners_of(self.model, self.spans, self.layout.sequence)
+        """Return the owners of embedding, layers and head within a replica."""
+        return Owners.from_spans(self.spans, self.layout.sequence)
 
     @property
     def worker(self) -> int:

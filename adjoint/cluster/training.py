@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,10 +36,11 @@ from adjoint.cluster.shard import Microbatch, total_norm
 from adjoint.cluster.shared_files import shared_files
 from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.generators import set_torch_states, torch_states
-from adjoint.engine.worker_rules import CutModel
+from adjoint.engine.sharded_model import ShardedModel
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
 from adjoint.train.language_model import StackLM, model_class
@@ -102,24 +103,8 @@ def train(config: Config) -> Outcome:
                 ray.shutdown()
 
 
-class ModelSummary(NamedTuple):
-    """Description of a model that no process holds yet.
-
-    Attributes:
-        given: the StackConfig or `Pretrained`. names: of its parameters.
-        weights: the folder that shards begin from; None where they draw them.
-        samples: whether shards can continue a prompt.
-    """
-
-    given: StackConfig | CutModel
-    num_parameters: int
-    names: list[str]
-    weights: Path | None = None
-    samples: bool = True
-
-
-def summary_of(config: Config, folder: Path | None) -> ModelSummary:
-    """Describe the model of a configuration.
+def described_model(config: Config, folder: Path | None) -> tuple[ShardedModel, Path | None]:
+    """Return the model of a configuration, and the folder with its weights; None where shards draw them.
 
     Shards read a pretrained model's weights from its own folder where they can, else from `folder`, to which
     this function writes them; None writes none.
@@ -127,11 +112,10 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
     directory = config.model.from_pretrained
     if directory is None:
         with torch.device("meta"):
-            stack = StackLM.from_config(config).module  # draws its seed, as in one process
-        return ModelSummary(
-            config.model, stack.num_parameters(), [name for name, _ in stack.named_parameters()]
-        )
-    from adjoint.cluster.pretrained_shard import described_by_files
+            StackLM.from_config(config)  # it is checked, and draws its seed, as in one process
+        return ShardedStack(config.model), None
+    from adjoint.hf.sharded_pretrained import ShardedPretrained
+    from adjoint.plan.outline import described_by_files
     from adjoint.train.pretrained import described
 
     weights: Path | None = Path(directory)
@@ -139,7 +123,7 @@ def summary_of(config: Config, folder: Path | None) -> ModelSummary:
     pretrained = described_by_files(directory, config.method, trusted)
     if pretrained is None:
         pretrained, weights = described(directory, config.method, folder, trusted), folder
-    return ModelSummary(pretrained, pretrained.num_parameters, list(pretrained.names), weights, samples=False)
+    return ShardedPretrained(pretrained), weights
 
 
 class ShardedTrainer(Trainer):
@@ -230,7 +214,8 @@ class ShardedTrainer(Trainer):
         if not hasattr(self, "origin"):
             self.origin = checkpoint
             self.gauges: dict[str, Gauge] = {}
-            self.whole = summary_of(config, self.folder.path / "pretrained" if checkpoint is None else None)
+            folder = self.folder.path / "pretrained" if checkpoint is None else None
+            self.whole, self.weights = described_model(config, folder)
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
         if checkpoint is not None:
@@ -251,9 +236,9 @@ class ShardedTrainer(Trainer):
         threads = config.training.threads or settings.cpus
         folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
         present = {setting: Path(path).absolute() for setting, path in folders.items() if path is not None}
-        with shared_files(self.folder.path, present, checkpoint or self.whole.weights) as files:
+        with shared_files(self.folder.path, present, checkpoint or self.weights) as files:
             self.group = Group(
-                self.whole.given,
+                self.whole,
                 dataclasses.replace(config.training, threads=threads),
                 self.method,
                 settings,
@@ -322,7 +307,7 @@ class ShardedTrainer(Trainer):
         return read_trainer(checkpoint), read_rng(checkpoint)  # the shards have read the rest
 
     def _sample(self) -> None:
-        if self.whole.samples:
+        if self.config.model.from_pretrained is None:
             assert self.group is not None
             self.model = StackLM(StackInShards(self.config.model, self.group), self.method)
             super()._sample()
@@ -378,13 +363,13 @@ class StackInShards(Stack):
     def initial_state(self, batch: int) -> list[State]:
         return []
 
-    def _hidden(
-        self, input_ids: torch.Tensor, states: list[State], *_: object
+    def run_layers(
+        self, x: torch.Tensor, states: list[State], *_: object
     ) -> tuple[torch.Tensor, list[State]]:
-        y = input_ids
+        y = x
         for ranks in self.ranks:
             y = self.each("hidden", dict.fromkeys(ranks, (y.cpu().numpy(), not states)))[0]
-        return y.to(input_ids.device), [()]  # which is not that of a beginning
+        return y.to(x.device), [()]  # which is not that of a beginning
 
     def logits(self, y: torch.Tensor) -> torch.Tensor:
         logits = self.each("logits", dict.fromkeys(self.ranks[-1], (y.cpu().numpy(),)))[0]

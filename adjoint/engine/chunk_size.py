@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.layers.bidirectional_mixer import directions_of
@@ -30,6 +31,9 @@ LONGEST_GPU_CHUNK = 16384
 FEWEST_CHUNKS = 4
 SHORTEST_GPU_CHUNK = 1024  # a shorter one saves little beside the weights, and its time grows
 SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not shortened
+# Segments of layers get the longest chunks with which they take so much of the memory that gradient
+# checkpointing's activations take; longer ones save little time.
+SHARE_OF_CHECKPOINTING = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Sizes:
         busy: tokens of a chunk, over all rows, with which a CPU is within an eighth as fast as with more.
         width: elements of a token between the layers.
         weights_on_host: whether each chunk copies the weights to the device.
+        layers: number of layers that a segment could end after; 1 if the model is not divided.
+        stream: bytes per token of what a layer hands to the next.
     """
 
     bytes_per_token: float
@@ -49,10 +55,29 @@ class Sizes:
     busy: int = 1408
     width: int = 2048
     weights_on_host: bool = False
+    layers: int = 1
+    stream: float = 0.0
+
+
+class SegmentSize(NamedTuple):
+    """Tokens of a chunk, and layers of a segment."""
+
+    chunk_size: int
+    layers: int
+
+
+class StackLike(Protocol):
+    """A `Stack`, or its part on a shard."""
+
+    config: StackConfig
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def blocks(self) -> Sequence[Any]: ...
 
 
 def default_chunk_size(
-    model: Any,
+    model: StackLike,
     input_ids: Tensor,
     recompute: str = "none",
     checkpoints: int | None = None,
@@ -65,6 +90,15 @@ def default_chunk_size(
         recompute, checkpoints: the method's (see `methods.Exact`).
         weights_on_host: as in `Sizes`.
     """
+    sizes = sizes_of_stack(model, input_ids, recompute, weights_on_host)
+    batch, seqlen = input_ids.shape
+    return chunk_size_on(input_ids.device, sizes, batch * model.config.strands, seqlen, checkpoints)
+
+
+def sizes_of_stack(
+    model: StackLike, input_ids: Tensor, recompute: str = "none", weights_on_host: bool = False
+) -> Sizes:
+    """Return the sizes of a `Stack`, or of its part on a shard; arguments as in `default_chunk_size`."""
     element, config, blocks = next(model.parameters()).element_size(), model.config, model.blocks()
     mixers = [mixer for block in blocks for mixer in directions_of(block.mixer)]
     states = sum(map(state_numel, mixers)) * max(element, 4)
@@ -72,14 +106,14 @@ def default_chunk_size(
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
     # bidirectional layers run one after another: activations are those of one scan, states of all
     layers_at_a_time = config.n_layer if config.bidirectional is None else 1
-    sizes = Sizes(
+    return Sizes(
         kept_bytes(config, element, recompute) * layers_at_a_time / config.n_layer,
         states * config.n_layer / max(len(blocks), 1),
         width=config.d_model,
         weights_on_host=weights_on_host,
+        layers=layers_at_a_time,
+        stream=config.d_model * element,
     )
-    batch, seqlen = input_ids.shape
-    return chunk_size_on(input_ids.device, sizes, batch * config.strands, seqlen, checkpoints)
 
 
 def chunk_size_on(
@@ -136,6 +170,44 @@ def chunk_size_for(
     tokens = most if sizes.weights_on_host else min(busy_gpu_tokens(sizes, memory, batch * seqlen), most)
     size = max(int(tokens / batch), equal)
     return min(LONGEST_GPU_CHUNK, max(256, size // 256 * 256))
+
+
+def segments_for(
+    sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None
+) -> SegmentSize | None:
+    """Return the tokens of a chunk and the layers of a segment; None if all layers are better one segment.
+
+    With one segment a chunk's tape has all layers, so chunks must be short. In segments of G layers it has
+    1/G of them, and the forward stores each segment's input. Chunks are the longest with which that takes
+    `SHARE_OF_CHECKPOINTING`, and segments have as many layers as then take the least memory. One segment is
+    better on a CPU, which short chunks keep busy; where a batch fits into one small chunk, of which nothing
+    is computed again; and in sequences so long that the inputs of segments take more than such a tape.
+
+    Args:
+        batch, seqlen, device, memory: as in `chunk_size_for`.
+    """
+    if device != "cuda" or sizes.layers < 2 or sizes.weights_on_host:
+        return None
+    memory, tokens = memory or UNKNOWN_MEMORY, batch * seqlen
+    if tokens * sizes.bytes_per_token <= SMALL_SHARE * memory:
+        return None
+    inputs, tape = sizes.layers * tokens * sizes.stream, sizes.bytes_per_token / sizes.layers
+    one_segment = chunk_size_for(sizes, batch, seqlen, device, memory) * batch * sizes.bytes_per_token
+    for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
+        size = -(-seqlen // (chunks * 256)) * 256
+        if size * batch > LONGEST_GPU_CHUNK and size > 256:
+            continue
+        layers = max(1, min(round((inputs / (size * batch * tape)) ** 0.5), sizes.layers))
+        needed = inputs / layers + layers * size * batch * tape
+        if needed <= SHARE_OF_CHECKPOINTING * (inputs + tokens * tape):
+            is_better = needed < one_segment and layers < sizes.layers
+            return SegmentSize(size, layers) if is_better else None
+    return None
+
+
+def segments_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> SegmentSize | None:
+    """Return `segments_for` a device of this machine."""
+    return segments_for(sizes, batch, seqlen, device.type, memory_of(device))
 
 
 def busy_gpu_tokens(sizes: Sizes, memory: float, tokens: int) -> float:

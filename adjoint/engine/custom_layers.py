@@ -133,7 +133,7 @@ def _results(stage: Layer, chunk_size: int, x: Tensor, state: State) -> Results:
     batch = Batch(ids, ids, states=[(), tuple(s.detach() for s in state), ()])
     worker = Executor(stages, grid, batch, spec, gradients=Gradients(UnlistedLeaves(open=True)))
     program = make_schedule(grid, Owners((0,) * len(stages))).programs[0]
-    forward_actions, backward_actions = cut_before_backward(program)
+    forward_actions, backward_actions = cut_before_backward(grid, program)
     worker.run(forward_actions)
     worker.gradients.unlisted_leaves.close()
     final = worker.final[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.executor import Connections, Executor
-from adjoint.engine.grid import EngineSpec, Grid, make_grid
+from adjoint.engine.grid import EngineSpec, Grid, Storage, make_grid
 from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, make_schedule
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
@@ -46,7 +46,7 @@ class Distribution:
 
     def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:
         """Return, per stage of a model, the number of its run: a run is one stage here (`layer_run`)."""
-        return range(len(stages)) if layers_are_stages(spec, False, False) else [0] * len(stages)
+        return runs_of(stages, spec.storage) if layers_are_stages(spec, False, False) else [0] * len(stages)
 
     def grid(
         self,
@@ -61,7 +61,13 @@ class Distribution:
         if None not in itertools.chain.from_iterable([s.grows for s in local_stages]):
             # nothing has to be stored at edges
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, checkpoints=None))
-        return make_grid(spec, seqlen, [stage.stateful for stage in local_stages], reach, windows=windows)
+        # stages are segments already
+        spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, segment_layers=1))
+        grid = make_grid(spec, seqlen, [stage.stateful for stage in local_stages], reach, windows=windows)
+        one_process = self.is_alone and grid.stores_inputs and local_stages[-1].is_loss
+        if one_process and grid.carried and spec.backward.window is None and grid.dy_from == "above":
+            return dataclasses.replace(grid, head_in_forward=True)
+        return grid
 
     def owners(self, grid: Grid) -> Owners:
         """Return the owner of each tile."""
@@ -155,6 +161,20 @@ def layers_are_stages(spec: EngineSpec, shares_sequence: bool, exchanges_within_
     tiles: states then cross there, so no worker waits for another inside of a tile, and messages can go by
     NCCL, which has no tags."""
     return spec.tasks_are_layers or (shares_sequence and not exchanges_within_tiles)
+
+
+def runs_of(stages: Sequence[Stage | None], storage: Storage) -> Sequence[int]:
+    """Return, per stage of a model, the number of its run, where a run is a segment's layers.
+
+    The embedding goes with the first layers, as token ids take less memory than its output. Stages of many
+    layers are segments as they are, and so are all if each layer's input is stored."""
+    layers, length = len(stages) - 2, storage.segment_layers or 1
+    if length == 1 or any(stage is not None and stage.is_many_layers for stage in stages):
+        return range(len(stages))
+    if length >= layers:
+        return [0] * len(stages)
+    runs = [k // length for k in range(layers)]
+    return [0, *runs, runs[-1] + 1]
 
 
 def draw_adjoint_scale(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:

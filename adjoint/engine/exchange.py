@@ -228,7 +228,7 @@ class BetweenTiles(Exchange):
         if d_recurrent and values.grid.carries(c):
             values.store["dS", k, c - 1] = self._scaled(values, k, c, d_recurrent)
         elif c == 0:
-            d_past = (slab.initial_cotangent() for slab in values.slabs.get(k, []))
+            d_past = (compact(slab.initial_cotangent()) for slab in values.slabs.get(k, []))
             values.d_initial[k] = merge_parts(d_recurrent, d_past, grows)
 
     def _scaled(self, values: TileValues, k: int, c: int, d_state: Cotangents) -> Cotangents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol
@@ -106,6 +107,10 @@ class Executor(TileValues):
         lowest_precision: the least precise dtype of parameters and computations.
         total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
         gradients: sums of parameters' gradients.
+        head_gradients: sums of the head's gradients for a loss whose cotangent is not known yet, as if it
+            were 1; None if there are none.
+        head_is_unscaled: whether the cotangents that the head has written are of such a loss, too.
+        rounds_finished_sums: whether a parameter's sum gets the parameter's dtype once its last tile has run.
         decays: of each stage, if windows are picked by them.
     """
 
@@ -130,7 +135,12 @@ class Executor(TileValues):
         self.total: Tensor | None = None
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
+        # of one chunk's outputs of each segment, which have no loss: the last that all segments recompute
+        self.norms, self.recomputed_norms = ChunkLosses(grid.stages), ChunkLosses(grid.stages)
+        self.compared_chunk = max(0, grid.chunks - 2)
         self.gradients = Gradients() if gradients is None else gradients
+        self.head_gradients: Gradients | None = None
+        self.head_is_unscaled = False
         self.decays = [Decays() for _ in stages] if spec.backward.window == "auto" else None
         self.begin_backward(None)
         kind = self.device.type
@@ -142,7 +152,12 @@ class Executor(TileValues):
         self.return_final_kv = return_final_kv
 
     def begin_backward(
-        self, scale: Tensor | None, d_final: Sequence[Cotangents] | None = None, grid: Grid | None = None
+        self,
+        scale: Tensor | None,
+        d_final: Sequence[Cotangents] | None = None,
+        grid: Grid | None = None,
+        is_last: bool = False,
+        rounds_sums: bool = False,
     ) -> None:
         """Set the cotangents and the grid with which the backward begins.
 
@@ -153,11 +168,17 @@ class Executor(TileValues):
             d_final: cotangents of the final states, one tuple per stage; None if no final state has one.
             grid: grid of the backward's program, if it differs from the forward's: its windows may be picked
                 after the forward.
+            is_last: whether no other backward will follow.
+            rounds_sums: whether a parameter's sum may get the parameter's dtype as soon as it is complete:
+                nobody else adds to it.
         """
         for slab in itertools.chain.from_iterable(self.slabs.values()):
             slab.begin_graph_task(torch._C._current_graph_task_id())
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
+        self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted
+        if self.head_gradients is not None and scale is not None:
+            self._scale_head_gradients(scale, is_last)
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
 
     def results(self) -> tuple[Tensor | None, list[State]]:
@@ -235,26 +256,49 @@ class Executor(TileValues):
     def _check_recomputed_losses(self) -> None:
         """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's."""
         recomputed, self.recomputed_losses = self.recomputed_losses, ChunkLosses(self.grid.chunks)
-        chunks = sorted(recomputed.written)
-        if not chunks or type(self.total) is not Tensor:  # a fake tensor has no values to compare
+        recomputed_norms, self.recomputed_norms = self.recomputed_norms, ChunkLosses(self.grid.stages)
+        if type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
-        first, second = (losses.select(chunks).double() for losses in (self.losses, recomputed))
+        chunks = sorted(recomputed.written)
+        # the loss of a sequence learnt by heart is mostly rounding itself
+        floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
+        self._compare(self.losses, recomputed, chunks, chunks, floors, "loss")
+        stages = sorted(recomputed_norms.written)
+        compared_chunks = [self.compared_chunk] * len(stages)
+        self._compare(self.norms, recomputed_norms, stages, compared_chunks, [0.0] * len(stages), "norm")
+
+    def _compare(
+        self,
+        forward: ChunkLosses,
+        recomputed: ChunkLosses,
+        indices: list[int],
+        chunks: list[int],
+        floors: list[float],
+        name: str,
+    ) -> None:
+        """Raise ChunkChangedError if recomputed values are not the forward's.
+
+        Args:
+            indices: of the values. chunks, floors: the chunk of each, and the least that a change is relative
+                to. name: of the values, for the message.
+        """
+        if not indices:
+            return
+        first, second = (values.select(indices).double() for values in (forward, recomputed))
         enabled, dtype = self.autocast
         limit = RECOMPUTE_RTOL[dtype if enabled else self.lowest_precision] * (
             RECOMPUTE_RTOL_CUDA_FACTOR if first.is_cuda else 1
         )
-        # the loss of a sequence learnt by heart is mostly rounding itself
-        floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
         scale = torch.maximum(first.abs(), first.new_tensor(floors))
         exceeds = ((second - first).abs() > limit * scale).tolist()  # False for nan
-        for c, forward_loss, recomputed_loss, differs in zip(
+        for c, forward_value, recomputed_value, differs in zip(
             chunks, first.tolist(), second.tolist(), exceeds, strict=True
         ):
             if differs:
                 start, stop = self.grid.cuts[c : c + 2]
                 raise ChunkChangedError(
-                    f"tokens {start} to {stop - 1} had the loss {forward_loss:.6g} in the forward and "
-                    f"{recomputed_loss:.6g} when they were computed again for the backward: "
+                    f"tokens {start} to {stop - 1} had the {name} {forward_value:.6g} in the forward and "
+                    f"{recomputed_value:.6g} when they were computed again for the backward: "
                     "something that the model depends on has changed in between, or it draws random "
                     "numbers from a generator that is not found"
                 )
@@ -297,6 +341,12 @@ class Executor(TileValues):
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
+            self._note_norm(self.norms, k, c, y)
+
+    def _note_norm(self, norms: ChunkLosses, k: int, c: int, y: Tensor) -> None:
+        """Note the norm of a segment's output, by which one that is recomputed is compared."""
+        if self.grid.head_in_forward and c == self.compared_chunk:
+            norms[k] = torch.linalg.vector_norm(y.detach(), dtype=self.accumulate_dtype)
 
     def _run_forward(
         self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch
@@ -306,7 +356,7 @@ class Executor(TileValues):
         y: Tensor | None = None
         after: State = ()
         if t.kind == "linearize" or (unlisted.open and c + 1 == self.grid.chunks):
-            inputs = x, state, chunk, self.gradients
+            inputs = x, state, chunk, self._sums_of(t)
             y, after, tape = unlisted.run_tile(lambda: stage.linearize(*inputs))
             if t.kind == "linearize":
                 self.store["tape", k, c] = tape
@@ -318,6 +368,28 @@ class Executor(TileValues):
             return y, after
         with torch.no_grad():
             return stage.forward(x, state, chunk)
+
+    def _sums_of(self, t: Tile) -> Gradients:
+        """Return the sums to which a tile's backward adds."""
+        if not (self.grid.head_in_forward and t.stage == self.grid.stages - 1 and self.scale is None):
+            return self.gradients
+        if self.head_gradients is None:
+            self.head_is_unscaled = True
+            self.head_gradients = Gradients(self.gradients.unlisted_leaves)
+        return self.head_gradients
+
+    def _scale_head_gradients(self, scale: Tensor, frees: bool) -> None:
+        """Begin the gradients' sums with the head's, times the loss's cotangent."""
+        assert self.head_gradients is not None
+        top = self.grid.stages - 1
+        for parameter, total in self.head_gradients.sums.items():
+            self.gradients.room.pop(parameter, None)
+            self.gradients.sums[parameter] = total.mul_(scale) if frees else total * scale
+        if self.rounds_finished_sums:
+            sums = self.head_gradients.sums
+            self.gradients.round([p for p in sums if self._lowest_stage.get(p) == top])
+        if frees:
+            self.head_gradients = None
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Add the summed loss of chunk c."""
@@ -334,6 +406,8 @@ class Executor(TileValues):
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
+        elif k < self.grid.stages - 1:
+            self._note_norm(self.recomputed_norms, k, c, y)
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 
@@ -352,8 +426,16 @@ class Executor(TileValues):
         """Return the cotangent of stage k's outputs on the tokens [start, stop), or None if there is none.
 
         Its shape is (batch, stop - start, width); the head's is `scale`, a scalar."""
-        if k == self.grid.stages - 1:
+        top = self.grid.stages - 1
+        if k == top:
+            if self.scale is None and self.grid.head_in_forward:
+                return torch.ones((), dtype=self.accumulate_dtype, device=self.device)
             return self.scale
+        factor = None
+        if self.head_is_unscaled and k == top - 1:
+            if self.scale is None:
+                return None
+            factor = self.scale
         pieces: list[Tensor] = []
         for key in self.grid.cotangents(k, start, stop):
             piece = self.store[key]
@@ -366,7 +448,8 @@ class Executor(TileValues):
                 pieces.append(piece)
         if not pieces:
             return None
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
+        dy = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
+        return dy if factor is None else dy * factor
 
     def backward(self, t: Tile) -> None:
         """Pull a tape back."""
@@ -379,6 +462,22 @@ class Executor(TileValues):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)
         self.exchange.put_cotangents(self, k, c, d_before)
+        is_alone = self.transport is None and self.grid.stores_inputs
+        if c == 0 and is_alone and self.grid.carried:  # the stage's last tile
+            self._end_stage(k)
+
+    def _end_stage(self, k: int) -> None:
+        """Drop what stage k's backward needed, when all of its tiles have run."""
+        for slab in self.slabs.get(k, ()):
+            slab.end_backward()
+        if self.rounds_finished_sums:
+            self.gradients.round([p for p in self.stage(k).parameters() if self._lowest_stage[p] == k])
+
+    @functools.cached_property
+    def _lowest_stage(self) -> dict[Tensor, int]:
+        """The lowest stage that lists each parameter: the last one to add to its gradient."""
+        stages = [(k, stage) for k, stage in enumerate(self.stages) if stage is not None]
+        return {p: k for k, stage in reversed(stages) for p in stage.parameters()}
 
     def windowed(self, t: Tile) -> None:
         """Compute a vjp cut to a window."""

@@ -35,10 +35,8 @@ def torch_states() -> dict[str, Any]:
     """Return PyTorch's states: "torch", and a list "cuda".
 
     The list is empty if no GPU is in use or a CUDA graph is recorded."""
-    cuda: list[Tensor] = []
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        cuda = torch.cuda.get_rng_state_all()
-    return {"torch": torch.get_rng_state(), "cuda": cuda}
+    states: dict[str, object] = Generators().states()[0]
+    return states
 
 
 def set_torch_states(states: dict[str, Any]) -> None:
@@ -60,7 +58,11 @@ class Generators:
 
     def states(self) -> list[Any]:
         with _disable_current_modes():  # under a fake tensor mode the states would be fake, too
-            states = [torch_states(), random.getstate(), np.random.get_state()]  # noqa: NPY002
+            cuda: list[Tensor] = []
+            if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+                cuda = torch.cuda.get_rng_state_all()
+            of_torch = {"torch": torch.get_rng_state(), "cuda": cuda}
+            states = [of_torch, random.getstate(), np.random.get_state()]  # noqa: NPY002
             if self.others:
                 states += [_access(generator)[0](generator) for generator in self.others]
             return states
@@ -134,19 +136,17 @@ class ChunkGenerators(Generators):
                 at its start may have been forgotten.
         """
         if start not in self.states_by_chunk:
-            self._note(start)
+            before = self.states_by_chunk[start] = self.latest_states = self.states_since(self.latest_states)
             yield
-            self.has_drawn = self.has_drawn or self.have_drawn(self.states_by_chunk[start])
+            self.has_drawn = self.has_drawn or self.states_since(before) is not before
         elif self.has_drawn:
             with self.again(self.states_by_chunk[start]):
                 yield
                 if next_start is not None:
-                    self._note(next_start)
+                    self.latest_states = self.states_since(self.latest_states)
+                    self.states_by_chunk[next_start] = self.latest_states
         else:
             yield
-
-    def _note(self, start: int) -> None:
-        self.states_by_chunk[start] = self.latest_states = self.states_since(self.latest_states)
 
 
 def _access(generator: object) -> tuple[Any, Any]:

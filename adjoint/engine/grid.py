@@ -81,8 +81,10 @@ class Storage:
     """Storage of the forward's results for the backward: which ones, and in which memory.
 
     Attributes:
-        keep: "edges", the states at chunk edges; "inputs", also each layer's inputs; "offload", the same in
+        keep: "edges", the states at chunk edges; "inputs", also each segment's inputs; "offload", the same in
             host memory.
+        segment_layers: number of layers of a segment, if the inputs of segments are stored; None if that may
+            be picked.
         tapes: number of chunks, counted from the last, whose tapes the forward keeps (linearize in place
             of forward): these are not recomputed.
         recompute: which part of a tape is left out and computed again in the backward (see `methods.Exact`).
@@ -102,6 +104,7 @@ class Storage:
     checkpoints: int | None = None
     memory: float | Literal["auto"] | None = None
     prefer_single_chunk: bool = False
+    segment_layers: int | None = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +136,11 @@ class EngineSpec:
         backward = self.backward
         cuts_layers = backward.window is not None or backward.drop_probability > 0
         return cuts_layers or backward.dy_from != "above" or self.storage.keep != "edges"
+
+    def in_segments(self, chunk_size: int, layers: int) -> EngineSpec:
+        """Return the spec with chunks of so many tokens, and segments of so many layers."""
+        storage = dataclasses.replace(self.storage, keep="inputs", segment_layers=layers)
+        return dataclasses.replace(self, chunk_size=chunk_size, storage=storage)
 
     def without_tapes(self) -> EngineSpec:
         """Return the spec of a sequence whose backward comes after that of others that go on from it.
@@ -172,6 +180,8 @@ class Grid:
         exchanges_within_tiles: whether states and their cotangents cross chunk edges while tiles run, instead
             of between them.
         checkpoints: as in `Storage`.
+        head_in_forward: whether the head's backward runs in the forward, as soon as its forward has: its
+            cotangent is a number, by which what it has written is multiplied later.
     """
 
     cuts: tuple[int, ...]
@@ -186,6 +196,7 @@ class Grid:
     adjoint_scale: tuple[tuple[float, ...], ...] = ()
     exchanges_within_tiles: bool = False
     checkpoints: int | None = None
+    head_in_forward: bool = False
 
     @functools.cached_property
     def stages(self) -> int:
@@ -208,6 +219,11 @@ class Grid:
     def has_windows(self) -> bool:
         """Whether any stage's window cuts something off."""
         return any(self.window(k) is not None for k in range(self.stages))
+
+    @functools.cached_property
+    def stores_inputs(self) -> bool:
+        """Whether there are several segments, whose inputs the forward stores."""
+        return len(set(self.segments)) > 1
 
     @functools.cached_property
     def carried(self) -> bool:
@@ -243,9 +259,16 @@ class Grid:
         for c in range(self.chunks):
             yield from (Tile("forward", k, c) for k in range(self.stages))
 
+    def head_tiles(self) -> Iterator[Tile]:
+        """Yield the backward's tiles that run in the forward."""
+        if self.head_in_forward:
+            yield from (Tile("backward", self.stages - 1, c) for c in range(self.chunks))
+
     def backward_tiles(self) -> Iterator[Tile]:
-        """Yield the backward's tiles of all stages, from the top; chunks from last to first if `carried`."""
-        for k in reversed(range(self.stages)):
+        """Yield the backward's tiles, but for `head_tiles`.
+
+        Stages come from the top, chunks from last to first if `carried`."""
+        for k in reversed(range(self.stages - self.head_in_forward)):
             if self.window(k) is None:
                 order = range(self.chunks)[:: -1 if self.carried else 1]
                 for c in order:
@@ -367,6 +390,25 @@ class Grid:
 
     # ------------------------------------------------------------------------------------------------ order
 
+    def order_by_segments(self) -> list[Tile]:
+        """Return all tiles in the order in which one worker needs the least memory.
+
+        The backward goes through the segments from the top, and through each one's chunks from the last. So
+        sums of gradients, keys and values exist for one segment at a time, and a segment's inputs are freed
+        while the cotangents of its inputs take their place."""
+
+        def place(t: Tile) -> tuple[int, ...]:
+            within = (0, t.stage) if t.kind == "recompute" else (1, -t.stage)
+            return -self.segments[t.stage], -t.chunk, *within
+
+        head_tiles = {t.chunk: t for t in self.head_tiles()}
+        forward: list[Tile] = []
+        for t in self.forward_tiles():
+            forward.append(t)
+            if t.stage == self.stages - 1 and t.chunk in head_tiles:
+                forward.append(head_tiles[t.chunk])
+        return [*forward, *sorted(self.backward_tiles(), key=place)]
+
     def order(self, stream: bool = False) -> list[Tile]:
         """Return all tiles in one order that respects all arrows.
 
@@ -437,6 +479,18 @@ def make_grid(
     return _make_grid(spec, seqlen, tuple(stateful), reach, stage_shards, stage_windows, tuple(costs))
 
 
+def _segments_of(shards: Sequence[int], layers: int | None) -> tuple[int, ...]:
+    """Return the segment of each stage where a segment is so many layers of one shard.
+
+    The stages are embedding, layers and head. The embedding goes with the first layer, unless each stage is a
+    segment; the head is one by itself."""
+    if layers is None or layers == 1:
+        return tuple(range(len(shards)))
+    names = [(shard, max(0, k - 1) // layers) for k, shard in enumerate(shards[:-1])]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return (*map(numbers.__getitem__, names), len(numbers))
+
+
 @functools.lru_cache(64)
 def _make_grid(
     spec: EngineSpec,
@@ -454,8 +508,11 @@ def _make_grid(
         windows_by_stage = tuple(next(picked) if picked is not None and s else None for s in stateful)
     else:
         windows_by_stage = tuple(window if s else None for s in stateful)
-    one_segment = spec.storage.keep == "edges" and window is None
-    segments = (shards if shards is not None else (0,) * n) if one_segment else tuple(range(n))
+    shards, segments = shards or (0,) * n, tuple(range(n))
+    if window is None:
+        segments = (
+            shards if spec.storage.keep == "edges" else _segments_of(shards, spec.storage.segment_layers)
+        )
     cuts, starts = spec.cuts(seqlen), set(spec.documents)
     document_starts = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)
     grid = Grid(

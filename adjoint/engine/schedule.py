@@ -176,18 +176,26 @@ def make_schedule(
     if grid.checkpoints is not None and owners.workers == 1 and len(set(grid.segments)) == 1:
         program = ColumnProgram(grid, tapes, forward, backward, stores=forward and backward)
         return Schedule(grid, (program,), buffers)
-    order = [t for t in grid.order(stream) if (forward if t.kind == "forward" else backward)]
+    is_alone = owners.workers == 1 and grid.dy_from == "above" and not grid.has_windows
+    all_tiles = grid.order_by_segments() if is_alone else grid.order(stream)
+    head_tiles = set(grid.head_tiles())
+    order = [
+        t
+        for t in all_tiles
+        if (forward and (backward or t not in head_tiles) if _in_forward(grid, t) else backward)
+    ]
     columns = _columns(grid, order, owners)
     if forward and backward:
         taped = {name for worker_columns in columns.values() for name in worker_columns[:tapes]}
-        if stream and not grid.carried:  # the head is pulled back as soon as it has run
+        # the head is pulled back as soon as it has run
+        if grid.head_in_forward or (stream and not grid.carried):
             taped |= {(grid.segments[-1], c) for c in range(grid.chunks)}
         order = [
             _linearized(grid, t, taped) for t in order if not _is_in_columns(grid, t, "recompute", taped)
         ]
     if owners.workers > 1:
         order = _list_schedule(grid, order, columns, owners, max(tapes, 1))
-    tiles_run = [] if forward else list(grid.forward_tiles())
+    tiles_run = [] if forward else [*grid.forward_tiles(), *grid.head_tiles()]
     return Schedule(grid, _with_messages(grid, order, owners, buffers, tiles_run), buffers)
 
 
@@ -435,13 +443,19 @@ def _column(grid: Grid, kind: TileKind, c: int, state_stays: bool) -> Sequence[A
     return _with_frees(grid, [Run(Tile(kind, k, c)) for k in order], later)
 
 
-def cut_before_backward(program: Collection[Action]) -> tuple[Collection[Action], Collection[Action]]:
+def cut_before_backward(
+    grid: Grid, program: Collection[Action]
+) -> tuple[Collection[Action], Collection[Action]]:
     """Return the forward's actions of a program without windows, and the backward's."""
     if isinstance(program, ColumnProgram):
         return program.halves()
     halves: tuple[list[Action], list[Action]] = ([], [])
     for action in program:
-        halves[0 if _in_forward(action) else 1].append(action)
+        if isinstance(action, Run):
+            halves[0 if _in_forward(grid, action.tile) else 1].append(action)
+        else:  # of a program without windows: messages of the forward are states
+            assert not isinstance(action, HelperTasks)
+            halves[0 if action.key[0] == "S" else 1].append(action)
     return halves
 
 
@@ -455,7 +469,7 @@ def forward_and_backward(
         again: of a second backward, which finds its tapes used and recomputes them: what that reads stays
             stored. None if nothing has to stay.
     """
-    forward_actions, backward_actions = cut_before_backward(schedule.programs[worker])
+    forward_actions, backward_actions = cut_before_backward(schedule.grid, schedule.programs[worker])
     if again is not None:
         forward_actions = keep_for(schedule.grid, forward_actions, again.programs[worker])
     return forward_actions, backward_actions
@@ -470,10 +484,9 @@ def keep_for(grid: Grid, actions: Iterable[Action], later: Iterable[Action]) -> 
     ]
 
 
-def _in_forward(action: Action) -> bool:
-    """Whether an action of a program without windows belongs to the forward: its messages are states."""
-    assert not isinstance(action, HelperTasks)
-    return action.tile.is_forward if isinstance(action, Run) else action.key[0] == "S"
+def _in_forward(grid: Grid, t: Tile) -> bool:
+    """Whether a tile runs in the forward."""
+    return t.is_forward or (grid.head_in_forward and t.stage == grid.stages - 1)
 
 
 def stored_states(grid: Grid, program: Iterable[Action]) -> collections.Counter[int]:

@@ -76,6 +76,8 @@ class Stage(abc.ABC):
         fetches: whether keys and values of other ranks are fetched and joined to its own, for attention
             that is a model's own code (`kv.DistributedPast`).
         precisions: dtypes that it computes in, besides those of its parameters.
+        is_loss: whether its output is a chunk's summed loss, and its backward needs the loss's cotangent
+            alone.
     """
 
     @property
@@ -103,11 +105,21 @@ class Stage(abc.ABC):
         return False
 
     @property
+    def is_loss(self) -> bool:
+        return False
+
+    @property
     def precisions(self) -> Set[torch.dtype]:
         return frozenset()
 
     def parts(self, state: State) -> list[tuple[Stage, State]]:
         """Return the stages that it is made of, each with its part of a state."""
+        return [(self, state)]
+
+    def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
+        """Return stages of so many layers each that together are this one, each with its part of a state.
+
+        It is this stage itself if it cannot be divided."""
         return [(self, state)]
 
     def parameters(self) -> Iterable[Tensor]:
@@ -313,6 +325,10 @@ class Head(Stage):
     def __init__(self, model: Any, **options: object) -> None:
         """Take a `Stack`, or a model with its `head_parameters` and `head_loss`, and options of this call."""
         self.model, self.options = model, options
+
+    @property
+    def is_loss(self) -> bool:
+        return True
 
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()

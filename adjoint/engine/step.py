@@ -25,6 +25,7 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.storage import Slab
 from adjoint.engine.sweep import Sweep
 from adjoint.engine.tile import Gradients, Tape
+from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 
@@ -153,6 +154,7 @@ class ChunkedStep:
             that the engine runs.
         has_backward: whether a backward may follow, also if all parameters are frozen: see `grad_inputs`.
         windows: each layer's window, once they are picked.
+        inputs_are_freed: whether a backward has begun that frees the inputs of segments as it reads them.
         executor, tapes, grid: the executor, the number of tapes that the forward keeps, and the program's
             grid as far as it is known; set by `_begin`.
         backward_actions: the backward's part of the program; set by the forward.
@@ -178,6 +180,14 @@ class ChunkedStep:
         self.model_states = batch.states
         runs = self.distribution.runs(spec, stages)
         self.stages, states = self.sweep.arrange(stages, batch.states, runs)
+        if spec.storage.keep != "edges" and self.distribution.is_alone:
+            length = spec.storage.segment_layers or 1
+            pairs = [
+                pair
+                for stage, state in zip(self.stages, states, strict=True)
+                for pair in ([(stage, state)] if stage is None else stage.divided(length, state))
+            ]
+            self.stages, states = [stage for stage, _ in pairs], [state for _, state in pairs]
         self.batch = batch = dataclasses.replace(batch, states=states)
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]
@@ -187,6 +197,7 @@ class ChunkedStep:
         self.initial += [batch.ids] if batch.ids.is_floating_point() else []
         self.grad_inputs, self.has_backward = self.parameters, torch.is_grad_enabled()
         self.windows: list[int] | None = None
+        self.inputs_are_freed = False
 
     def verify(self) -> None:
         """Compare what chunks compute with the whole, where layers are not ours; on first use.
@@ -397,8 +408,17 @@ class ChunkedStep:
             if d_loss is None and d is not None:  # a sum's cotangent reaches stages by the loss's backward
                 d_loss = d.new_zeros(())
         scale = None if d_loss is None else d_loss / self.batch.divisor
-        executor.begin_backward(scale, grouped(self.batch.states, d_final), self.grid)
-        stored_values = {key: value for key, value in executor.store.items() if key[0] != "tape"}
+        if self.inputs_are_freed:
+            raise UserError(
+                "this backward was interrupted after it had freed what it needs: run the forward again, or "
+                "begin with backward(retain_graph=True)"
+            )
+        # no second backward follows: inputs are freed as they are read
+        self.inputs_are_freed = executor.grid.stores_inputs and frees_graph()
+        freed = {"tape", "y", "dy"} if self.inputs_are_freed else {"tape"}
+        stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
+        d_states, rounds_sums = grouped(self.batch.states, d_final), self.distribution.is_alone
+        executor.begin_backward(scale, d_states, self.grid, self.inputs_are_freed, rounds_sums)
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)

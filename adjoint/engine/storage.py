@@ -278,6 +278,10 @@ class Slab:
             self._begin_cotangents()
             self.add_cotangent(d_final, -self.tokens_before)
 
+    def end_backward(self) -> None:
+        """Drop the cotangents, all of which have been read."""
+        self.cotangents = None
+
     def _begin_cotangents(self) -> Tensor:
         """Return the cotangents, which are zeros at first."""
         if self.cotangents is None:

@@ -91,6 +91,23 @@ class Gradients:
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
 
+    @property
+    def has_unlisted(self) -> bool:
+        """Whether tiles reach tensors that no stage lists."""
+        return bool(self.unlisted_leaves.leaves or self.unlisted_leaves.precomputed)
+
+    def round(self, parameters: Iterable[Tensor]) -> None:
+        """Hold sums, to which nothing will be added, in their parameters' own dtypes."""
+        by_dtype: dict[torch.dtype, dict[Tensor, Tensor]] = collections.defaultdict(dict)
+        for parameter in parameters:
+            total = self.sums.get(parameter)
+            if total is not None and total.dtype != parameter.dtype:
+                self._wait_for_sum(parameter)
+                self.excess.pop(parameter, None)
+                by_dtype[parameter.dtype][parameter] = total
+        for dtype, totals in by_dtype.items():
+            self.sums |= copies_of(totals, lambda _, dtype=dtype: dtype)  # type: ignore[misc]
+
     def replace(self, totals: Mapping[Tensor, Tensor]) -> None:
         """Hold totals over several workers in the place of this one's sums."""
         self.sums = dict(totals)
@@ -99,12 +116,16 @@ class Gradients:
     def add_all(self, gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Add several (parameter, gradient) pairs, to existing sums by one launch for all of a class."""
         pairs: dict[type, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
+        first: dict[Tensor, Tensor] = {}
         for parameter, gradient in gradients:
-            if gradient is not None and parameter in self.sums:
+            if gradient is not None and (parameter in self.sums or parameter in first):
                 self._wait_for_sum(parameter)
                 pairs[type(gradient)].append((parameter, gradient))
+            elif gradient is not None and gradient.is_cuda and type(gradient) is Tensor:
+                first[parameter] = gradient
             else:
                 self.add(parameter, gradient)
+        self.sums |= copies_of(first, accumulate_dtype)
         for same_class in pairs.values():  # one launch takes no tensors and DTensors together
             self._add_to_sums(same_class)
 
@@ -125,15 +146,16 @@ class Gradients:
             elif parameter in compensated:
                 repeated.append((parameter, gradient))
             else:
-                compensated[parameter] = gradient.to(self.sums[parameter].dtype)
+                compensated[parameter] = gradient
         if plain:
             torch._foreach_add_(*zip(*plain, strict=True))
         if compensated:
             sums = [self.sums[p] for p in compensated]
-            excess = [
-                self.excess[p] if p in self.excess else torch.zeros_like(self.sums[p]) for p in compensated
-            ]
-            terms = torch._foreach_sub(list(compensated.values()), excess)
+            terms_by_parameter = copies_of(compensated, accumulate_dtype)
+            if rounded_before := [p for p in compensated if p in self.excess]:
+                excess = [self.excess[p] for p in rounded_before]
+                torch._foreach_sub_([terms_by_parameter[p] for p in rounded_before], excess)
+            terms = list(terms_by_parameter.values())
             totals = torch._foreach_add(sums, terms)
             rounded = torch._foreach_sub(torch._foreach_sub(totals, sums), terms)
             torch._foreach_copy_(sums, totals)
@@ -195,6 +217,16 @@ class Gradients:
             self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         return None if total is None else total.to(parameter.dtype)
+
+
+def copies_of(
+    tensors: Mapping[Tensor, Tensor], dtype_of: Callable[[torch.dtype], torch.dtype]
+) -> dict[Tensor, Tensor]:
+    """Return copies of the values, in the dtypes that `dtype_of` gives for theirs, made by one launch."""
+    copies = {key: torch.empty_like(t, dtype=dtype_of(t.dtype)) for key, t in tensors.items()}
+    if copies:
+        torch._foreach_copy_(list(copies.values()), list(tensors.values()))
+    return copies
 
 
 class StreamingAccumulator:

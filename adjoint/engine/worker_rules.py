@@ -6,37 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
-
-import torch
 
 from adjoint.engine.distribution import layers_are_stages
 from adjoint.engine.grid import EngineSpec, Grid, make_grid
 from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, add_helper_tasks, make_schedule
-from adjoint.layers import MIXERS, StackConfig
-from adjoint.layers.mixer import make_mixer, reach_of
-
-
-class CutModel(Protocol):
-    """A pretrained model that is cut into spans of layers: `hf.split.Pretrained`, without importing it."""
-
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def costs(self) -> tuple[float, ...]: ...
-
-
-def owners_of(model: StackConfig | CutModel, spans: Sequence[range], sequence: int) -> Owners:
-    """Return the owners of a model's stages, for shards with the layers `spans`.
-
-    Where a shard is one stage, these are the owners of what it is made of: see `Owners.fitted_to`."""
-    if not isinstance(model, StackConfig):  # a pretrained model's stages are its shards
-        return Owners(tuple(range(len(spans))), sequence)
-    return Owners.from_spans(spans, sequence)
+from adjoint.engine.sharded_model import ShardedModel
 
 
 def grid_of(
-    model: StackConfig | CutModel,
+    model: ShardedModel,
     spec: EngineSpec,
     seqlen: int,
     owners: Owners,
@@ -49,29 +27,24 @@ def grid_of(
     If helpers share tasks, each layer is recomputed from its own inputs, since a task has one layer.
 
     Args:
-        owners: of the model's stages, as `owners_of` returns them.
-        costs: as in `make_grid`, of the model's stages.
+        owners: of embedding, layers and head, as `Owners.from_spans` returns them.
+        costs: as in `make_grid`, of embedding, layers and head.
     """
-    inside = exchanges_within_tiles(model, owners.in_turn)
-    if not isinstance(model, StackConfig):
-        grid = make_grid(spec, seqlen, [True] * len(owners.shards), 0, owners.shards, costs=costs)
-        return dataclasses.replace(grid, exchanges_within_tiles=inside)
-    stateful = [False, *(_has_state(model, k) for k in range(model.n_layer)), False]
+    stateful = [False, *model.stateful, False]
     segments: Sequence[int] = range(model.n_layer + 2) if helpers else owners.shards
     if not stages_are_layers(model, spec, owners.in_turn):
         runs = _runs(owners.shards)
         stateful = [any(stateful[k] for k in run) for run in runs]
         costs = [sum(costs[k] for k in run) for run in runs] if costs else ()
         segments = range(len(runs))
-    grid = make_grid(spec, seqlen, stateful, reach_of(model), tuple(segments), windows, costs)
-    return dataclasses.replace(grid, exchanges_within_tiles=inside)
+    grid = make_grid(spec, seqlen, stateful, model.reach, tuple(segments), windows, costs)
+    return dataclasses.replace(grid, exchanges_within_tiles=exchanges_within_tiles(model, owners.in_turn))
 
 
-def stages_are_layers(model: StackConfig | CutModel, spec: EngineSpec, sequence: int) -> bool:
+def stages_are_layers(model: ShardedModel, spec: EngineSpec, sequence: int) -> bool:
     """Whether each layer of a model in shards is a stage; else a shard is (`layers_are_stages`)."""
-    if not isinstance(model, StackConfig):
-        return False
-    return layers_are_stages(spec, sequence > 1, exchanges_within_tiles(model, sequence))
+    exchanges = exchanges_within_tiles(model, sequence)
+    return model.has_layer_stages and layers_are_stages(spec, sequence > 1, exchanges)
 
 
 def _runs(shards: Sequence[int]) -> list[list[int]]:
@@ -79,32 +52,9 @@ def _runs(shards: Sequence[int]) -> list[list[int]]:
     return [[k for k, shard in enumerate(shards) if shard == s] for s in range(shards[-1] + 1)]
 
 
-def exchanges_within_tiles(model: StackConfig | CutModel, sequence: int) -> bool:
-    """Whether workers that share sequences exchange within tiles (`Grid.exchanges_within_tiles`).
-
-    They do for keys and values, and if a stage is many layers, whose states cross one after the other."""
-    if sequence == 1 or not isinstance(model, StackConfig):
-        return sequence > 1
-    return any(_grows(model, k) for k in range(model.n_layer))
-
-
-def _grows(config: StackConfig, layer: int) -> bool:
-    """Whether a layer's state grows with the sequence."""
-    kind = MIXERS.get(config.mixers[layer])
-    if kind is not None:
-        return kind.attended_channels(config) > 0
-    with torch.device("meta"):
-        mixer = make_mixer(config, layer)
-    dims: tuple[int | None, ...] = getattr(mixer, "grows", ())
-    return any(dim is not None for dim in dims)
-
-
-def _has_state(config: StackConfig, layer: int) -> bool:
-    """Whether a layer has a state: a user's layer may have none."""
-    if config.mixers[layer] in MIXERS:
-        return True
-    with torch.device("meta"):
-        return bool(make_mixer(config, layer).grows)
+def exchanges_within_tiles(model: ShardedModel, sequence: int) -> bool:
+    """Whether so many workers that share sequences exchange within tiles (`Grid.exchanges_within_tiles`)."""
+    return sequence > 1 and model.exchanges_within_tiles
 
 
 def forward_plan(grid: Grid, owners: Owners) -> Schedule:

@@ -205,9 +205,9 @@ class RecurrentLayer(_StateLayer):
         elif conv_states.dim() == 2:  # (batch, tokens): ids
             extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=1)
         else:
-            pieces = previous.to(conv_states.dtype), conv_states
             # Keep the memory layout (batch, tokens, channels) of a chunk's inputs.
-            extended = torch.cat([t.transpose(1, 2) for t in pieces], dim=1).transpose(1, 2)
+            tail = previous.to(conv_states.dtype).transpose(1, 2)
+            extended = torch.cat([tail, conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
         self.dtype, self.device = conv_states.dtype, conv_states.device
         self.conv_kernel_size[state_idx] = size
         self.store_state("conv", state_idx, extended[..., -size:])
@@ -400,19 +400,13 @@ class ChunkCache(DynamicCache):
         for index in recurrent_layers_unnamed(config):
             layers[index] = LinearAttentionLayer()
         self.empty_layers = [_to_chunk_layer(layer) for layer in layers]
-        self.layers: list[_StateLayer] = self.new_layers()
+        self.layers: list[_StateLayer] = self.layers_with_state((), (), 0)
 
     @property
     def rnn_state(self) -> list[_RecurrentStates]:
         """The recurrent states, in the form of xLSTM's cache."""
         layers = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]  # all of them are
         return [_RecurrentStates(layer, tuple(layer.recurrent_states.values())) for layer in layers]
-
-    def new_layers(self) -> list[_StateLayer]:
-        """Return cache layers without a state; those of layers that have none are shared."""
-        return [
-            layer.empty_copy() if isinstance(layer, _StateLayer) else layer for layer in self.empty_layers
-        ]
 
     def layers_with_state(
         self, slots: Sequence[Slot], state: State, past_length: int, positions: Tensor | None = None
@@ -425,9 +419,10 @@ class ChunkCache(DynamicCache):
             past_length: tokens between the document's start and the chunk. At 0 no recurrent state is loaded.
             positions: of these tokens, (components, batch, past_length), or None if they count up from 0.
         """
-        layers = self.new_layers()
-        for layer in layers:
-            if isinstance(layer, _StateLayer):
+        layers = list(self.empty_layers)
+        for k, layer in enumerate(layers):
+            if isinstance(layer, _StateLayer):  # layers that have no state are shared
+                layers[k] = layer = layer.empty_copy()
                 layer.past_length = past_length
             if isinstance(layer, _AttentionLayer):
                 layer.is_initialized = past_length > 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
+from adjoint.engine.chunk_size import segments_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
@@ -23,7 +24,7 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.verification import TOKENS
 from adjoint.errors import LOGGER, is_heard
-from adjoint.hf import check
+from adjoint.hf import check, layer_segments
 from adjoint.hf.call import Call
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.head import logits_by_slices
@@ -33,7 +34,7 @@ from adjoint.hf.model_parts import backbone_of, layers_of, original_class
 from adjoint.hf.router_loss import RouterLogits
 from adjoint.hf.shared_rows import segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
-from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, WeightedLogProbs, make_step
+from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
 from adjoint.hf.verify.first_use import Verification, verify
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
@@ -62,6 +63,7 @@ class HFModel:
     ) -> None:
         self.verification, self.temperature = verification, temperature
         self.with_router_logits = with_router_logits
+        self.shares_rows = False
 
     def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
         verification = self.verification
@@ -75,9 +77,14 @@ class HFModel:
                 "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
                 "one process",
             )
+        is_open = spec.storage.segment_layers is None and not batch.inputs
+        if is_open and batch.ids.is_cuda and group is None:
+            spec = self._in_segments(call, batch, spec)
         if not verification.wrap_state.announced:
             method = type(verification.wrap_state.method).__name__
             cut = f"{method} in chunks of {spec.chunk_size:,} tokens"
+            if spec.storage.keep != "edges" and spec.storage.segment_layers is not None:
+                cut += f", segments of {spec.storage.segment_layers} layers"
             announce(verification, lambda: f"{cut}; {_describe_kernels(call.model)}")
         return batch, spec
 
@@ -95,6 +102,8 @@ class HFModel:
             method, fetches = verification.wrap_state.method, verification.fetches
             factor = verification.router_loss_factor if call.kind.routed else 1.0
             hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
+            if spec.storage.keep != "edges" and group is None:
+                context = context._replace(divide=self._divide(call))
             self.stage = CausalLM.from_call(
                 call, verification.slots, method, fetches, factor, context, hidden_states
             )
@@ -113,10 +122,34 @@ class HFModel:
         stages = [self.stage] if collect is None else [self.stage, collect]
         return make_step(stages, batch, spec, _backward_context(verification), group)
 
+    def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
+        """Return the spec with the segments that are picked for a call; as it is if it has only one."""
+        device, sizes = batch.ids.device, self.verification.sizes
+        layers = len(layers_of(backbone_of(call.model)))
+        sizes = dataclasses.replace(sizes, layers=layers)
+        segments = segments_on(device, sizes, batch.rows, batch.seqlen)
+        if segments is None or not call.has_labels or self._divide(call) is None:
+            return spec
+        return spec.in_segments(*segments)
+
+    def _divide(self, call: Call) -> Divide | None:
+        """Return the function that divides the model into segments of its layers; None if it is one stage.
+
+        It stays one with all that stages hand on beside hidden states, or that a later step continues."""
+        kind, verification = call.kind, self.verification
+        is_one = self.shares_rows or self.temperature is not None or not verification.holding.is_plain
+        is_one = is_one or call.carried is not None or verification.padding_of(call) is not None
+        if is_one or kind.routed or kind.language_layout or check.has_logit_penalty(call.model):
+            return None
+        segments = layer_segments.segments_of(verification)
+        return None if segments is None else segments.divide
+
     def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
         if call.num_documents == 1 or returns_states:
             return None
-        return segments_of(call, self.verification)
+        shared = segments_of(call, self.verification)
+        self.shares_rows = shared is not None
+        return shared
 
     def segment_call(self, call: Call, segment: Segment, beginning: Beginning | None) -> Call:
         return segment_call(call, segment, beginning)

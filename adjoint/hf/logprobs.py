@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under a causal LM of transformers, wrapped or not."""
+"""Log-probabilities of tokens under a causal LM of transformers, wrapped or not, and its head's loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
+from adjoint.engine.host_weights import fetched
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
-from adjoint.hf.head import Output, entropies, logprobs
+from adjoint.hf.head import Output, entropies, logprobs, summed_loss
 from adjoint.hf.hf_model import hidden_states, weighted_logprobs
 from adjoint.hf.model_parts import (
     MISSING,
@@ -100,6 +101,24 @@ def logprobs_and_entropies(
             return torch.stack([values, entropies(lm, chosen, temperature)])
 
     return _without_gradients(model, inputs, of_hidden, "token_logprobs")
+
+
+def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, caller: str) -> Tensor:
+    """Return the loss of a causal LM's head, summed over the targets that are not ignored.
+
+    Args:
+        model: a causal LM, also inside the model of PEFT or of DistributedDataParallel.
+        hidden: (batch, tokens, hidden_size).
+        targets: (batch, tokens), already shifted.
+        caller: stands before the message of an error.
+
+    Raises:
+        UserError: model is no causal LM, or its head cannot be applied outside of its own forward.
+    """
+    lm = causal_lm_of(model, caller, ", a Stack or an nn.Linear")
+    refuse_unreachable_head(lm, caller)
+    with wrap_state_or_original(lm).lock, fetched(lm.get_output_embeddings()):
+        return summed_loss(lm, hidden, targets)
 
 
 def _is_shared(wrap_state: WrapState) -> bool:

@@ -163,6 +163,22 @@ class PassThrough(nn.Module):
         return hidden_states if output is None else (hidden_states, *(None,) * (output - 1))
 
 
+class Entry(PassThrough):
+    """A module in the first layer's place that returns hidden states which other layers have computed.
+
+    Attributes:
+        hidden: these hidden states; None between calls.
+    """
+
+    hidden: Tensor | None = None
+
+    def forward(
+        self, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        assert self.hidden is not None
+        return super().forward(self.hidden)
+
+
 def override_attribute(holder: object, attribute: str, value: object) -> Callable[[], object]:
     """Set an entry of `vars(holder)`, or remove it if the value is `MISSING`; return a function that
     undoes it."""

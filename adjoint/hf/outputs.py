@@ -130,9 +130,9 @@ class _LogitsOnAccess:
     returns_stored_only = False
     __dataclass_fields__ = _FieldsWithLogits()
 
-    def __post_init__(self) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         with self._as_stored():
-            super().__post_init__()  # type: ignore[misc]
+            super().__init__(*args, **kwargs)
 
     @property
     def has_stored_logits(self) -> bool:

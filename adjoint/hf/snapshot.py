@@ -143,7 +143,8 @@ def comparable_settings(holders: Mapping[str, SettingsHolder]) -> dict[str, dict
             if name not in ignored:
                 value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES and value else value
                 kind = _value_kind(type(value))
-                if kind == "plain":
+                is_plain_tuple = type(value) is tuple and PLAIN_TYPES.issuperset(map(type, value))
+                if kind == "plain" or (is_plain_tuple and value):
                     values[name] = value
                 elif kind == "function" or (kind == "container" and value):
                     values[name] = comparable_value(value)

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -126,13 +126,25 @@ class Pretrained:
         """Return the state of a span's layers before a sequence."""
         return zeros([slot for slot in self.slots if slot.layer in span], batch, device)
 
-    def make_part(self, model: PreTrainedModel, span: range) -> PreTrainedModel:
+    def make_part(
+        self,
+        model: PreTrainedModel,
+        span: range,
+        replaced: Mapping[nn.Module, nn.Module] | None = None,
+        has_head: bool = True,
+    ) -> PreTrainedModel:
         """Return the model with the layers of `span` alone.
 
         It has the embedding if the span is the first, head and final norm if it is the last, and shares
-        layers, parameters and buffers with `model`."""
-        backbone, ends = backbone_of(model), (span.start == 0, span.stop == self.n_layer)
-        removed = [getattr(backbone, name) for name in self.last if not ends[1]]
+        layers, parameters and buffers with `model`.
+
+        Args:
+            replaced: further modules that the part has in the places of the model's.
+            has_head: whether the last span has the head.
+        """
+        backbone, is_last = backbone_of(model), span.stop == self.n_layer
+        ends = span.start == 0, is_last and has_head
+        removed = [getattr(backbone, name) for name in self.last if not is_last]
         tables = zip((self.embedding, self.head), ends, strict=True)
         removed += [
             model.get_submodule(table.rpartition(".")[0]) for table, is_included in tables if not is_included
@@ -140,6 +152,7 @@ class Pretrained:
         memo: dict[int, object] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
             memo[id(layer)] = layer if k in span else PassThrough(layer, self.outputs[k])
+        memo |= {id(module): other for module, other in (replaced or {}).items()}
         shared = (model.config, *model.parameters(), *model.buffers())
         return copy.deepcopy(model, {id(shared_object): shared_object for shared_object in shared} | memo)
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -60,6 +61,7 @@ from adjoint.hf.language_inputs import (
 )
 from adjoint.hf.logit_penalty import LogitPenalty
 from adjoint.hf.model_parts import (
+    Entry,
     Forward,
     backbone_of,
     current_weights,
@@ -69,12 +71,14 @@ from adjoint.hf.model_parts import (
     replaced_forwards,
 )
 from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
+from adjoint.hf.shared_positions import SharedPositions
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.hf.verify.loss_trial import refuse_unsummable_loss, refuse_z_loss
 from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 
+Divide = Callable[["CausalLM", int], Sequence[Stage]]
 # Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
 WEIGHTS = f"{PREFIX}weights"
 
@@ -83,10 +87,21 @@ class StageParts:
     """Parts of a model's stages that many calls share, valid for one state of the model.
 
     It keeps no model alive.
+
+    Args:
+        model: of the stages.
+        entry: of a model without its first layers, to which a stage's input is handed in their place; or
+            None.
+        shared_positions: of a model that is a segment of another's layers; or None.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model_ref = weakref.ref(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        entry: Entry | None = None,
+        shared_positions: SharedPositions | None = None,
+    ) -> None:
+        self.model_ref, self.entry, self.shared_positions = weakref.ref(model), entry, shared_positions
         self._logit_scales: dict[Callable[..., object], float | None] = {}  # by the forward that was measured
 
     @property
@@ -138,6 +153,7 @@ class CallContext(NamedTuple):
         is_padded_left: whether padding at the left was cut off.
         seqlen: tokens of a row, padding included; None if there is no call.
         parts: of the model as it is now; None to make them.
+        divide: divides the model's only stage into stages of so many layers each; None if it stays one.
     """
 
     padding: Padding | None = None
@@ -148,6 +164,7 @@ class CallContext(NamedTuple):
     is_padded_left: bool = False
     seqlen: int | None = None
     parts: StageParts | None = None
+    divide: Divide | None = None
 
     @staticmethod
     def from_call(call: Call, padding: Padding | None = None, parts: StageParts | None = None) -> CallContext:
@@ -198,7 +215,7 @@ class Backbone(Stage):
         router: RouterLoss | RouterLogits | None = None,
         context: CallContext | None = None,
     ) -> None:
-        context = context or CallContext()
+        self.context = context = context or CallContext()
         self.model, self.backbone, self.slots = model, backbone_of(model), list(slots)
         self.multiplier = multiplier
         self.grows = tuple([slot.grows for slot in self.slots])
@@ -215,6 +232,12 @@ class Backbone(Stage):
         self.real_end, self.is_padded_left = context.real_end, context.is_padded_left
         self.embedding_noise = EmbeddingNoise(model, context.seqlen)
         self.logit_scale = functools.cache(self.stage_parts.logit_scale)
+
+    def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
+        if self.context.divide is None or not isinstance(self, CausalLM):
+            return [(self, state)]
+        rest, stages = iter(state), self.context.divide(self, layers)
+        return [(stage, tuple(itertools.islice(rest, len(stage.grows)))) for stage in stages]
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.chunk_context()
@@ -271,6 +294,8 @@ class Backbone(Stage):
         positions = self._past_positions(chunk)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         cache.row_lengths = self._row_lengths(chunk, past_length)
+        if (entry := self.stage_parts.entry) is not None:
+            entry.hidden, x = x, x.detach()
         if self.multiplier is not None:
             x = x.to(next(self.model.parameters()).dtype)
             x = x if self.multiplier == 1 else x / self.multiplier
@@ -286,6 +311,8 @@ class Backbone(Stage):
             masks = check.LargeMasks(self.model, limit).refused()
         with replaced, masks, noise.in_chunk(x.shape[1]) if noise.modules else contextlib.nullcontext():
             output = self.call_backbone(x, cache, chunk, past_length)
+        if entry is not None:
+            entry.hidden = None
         after = cache.collect_state(self.slots)
         cache.layers = []  # layers to be recomputed hold the cache in autograd's graph
         last_read.state = None  # which the next chunk's scans must not take for their own
@@ -331,8 +358,11 @@ class Backbone(Stage):
         if (components := chunk.inputs.get(POSITIONS)) is not None:
             inputs[POSITIONS] = components.movedim(-1, 0)
         elif self.takes_positions and POSITIONS not in inputs:
-            positions = torch.arange(past_length, past_length + x.shape[1], device=x.device)
-            inputs[POSITIONS] = positions.expand(x.shape[0], -1)
+            span = past_length, past_length + x.shape[1]
+            if (shared := self.stage_parts.shared_positions) is None:
+                inputs[POSITIONS] = torch.arange(*span, device=x.device).expand(x.shape[0], -1)
+            else:
+                inputs[POSITIONS] = shared.positions(*span, x.shape[0], x.device)
         if self.padding is not None:
             attended = past_length if any(dim is not None for dim in self.grows) else 0
             inputs["attention_mask"] = self.padding.mask(chunk.start, chunk.start + x.shape[1], attended)
@@ -432,6 +462,14 @@ class CausalLM(Backbone):
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
+        loss = self.chunk_loss(output[0], chunk)
+        if isinstance(self.router, RouterLoss):
+            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
+            loss = loss + self.router.add(chunk_sums, chunk.start)
+        return loss, state
+
+    def chunk_loss(self, hidden: Tensor, chunk: Batch) -> Tensor:
+        """Return a chunk's summed loss from its hidden states (batch, tokens, hidden_size)."""
         # The whole loss, these terms included, is divided by the divisor later.
         z, penalty, divisor = self.z_loss_factor, self.penalty, chunk.divisor
         terms = LogitTerms(
@@ -441,18 +479,57 @@ class CausalLM(Backbone):
         with fetched(self.model.get_output_embeddings()):
             loss = summed_loss(
                 self.model,
-                output[0],
+                hidden,
                 chunk.targets,
                 terms,
                 weights=chunk.weights,
                 measured_scale=self.logit_scale,
             )
         if self.hidden_states is not None:
-            self.hidden_states.add(output[0], chunk.start)
-        if isinstance(self.router, RouterLoss):
-            chunk_sums = self.router.chunk_sums(output.router_logits, chunk.inputs.get(TOKEN_MASK))
-            loss = loss + self.router.add(chunk_sums, chunk.start)
-        return loss, state
+            self.hidden_states.add(hidden, chunk.start)
+        return loss
+
+
+class LossHead(Stage):
+    """A causal LM's head where its layers are other stages: hidden states → the chunk's summed loss.
+
+    Args:
+        lm: the model as one stage, of which this is the end.
+    """
+
+    is_loss: ClassVar[bool] = True
+
+    def __init__(self, lm: CausalLM) -> None:
+        self.lm = lm
+        model, backbone = lm.model, set(lm.backbone.modules())
+        self._modules = [
+            (name, m) for name, m in model.named_modules() if m not in backbone and m is not model
+        ]
+        parameters = [p for _, module in self._modules for p in module.parameters() if p.requires_grad]
+        self._parameters = list(dict.fromkeys(parameters))
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return self.lm.running()
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self._parameters
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self._modules
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        with self.lm.chunk_context():
+            return self.lm.chunk_loss(x, chunk), ()
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            with self.lm.tensors.replaced(dict(zip(self._parameters, leaves, strict=True))):
+                return self.lm.chunk_loss(x, chunk), ()
+
+        with self.lm.chunk_context():
+            return tile.linearize(call, self._parameters, x, (), gradients)
 
 
 class WeightedLogProbs(Backbone):

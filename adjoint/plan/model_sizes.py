@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from adjoint.engine.chunk_size import chunk_size_for, segments_for
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.sharded_model import ShardedModel, layer_costs
 from adjoint.engine.stage import Stage
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method
@@ -19,6 +22,7 @@ from adjoint.plan.roofline import StageWork
 from adjoint.plan.stage_memory import Conditions, Counted
 from adjoint.plan.worker_devices import Machine
 from adjoint.train.layout import Layout
+from adjoint.train.optimizer import share_in_8bit
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,23 +66,17 @@ class LayerSize:
 
     def divided(self, ranks: int) -> LayerSize:
         """Return the sizes of one of `ranks` equal shares of the layer's heads or channels."""
-        return dataclasses.replace(
-            self,
-            weights=self.weights // ranks,
-            largest=self.largest // ranks,
-            casts=self.casts // ranks,
-            state=self.state // ranks,
-            grown=self.grown // ranks,
-            narrow=self.narrow // ranks,
-            flops=self.flops / ranks,
-            pairs=self.pairs / ranks,
-            serial=self.serial / ranks,
-            heads=self.heads // ranks,
-        )
+        elements = "weights", "largest", "casts", "state", "grown", "narrow", "heads"
+        shares = {name: getattr(self, name) // ranks for name in elements}
+        operations = {name: getattr(self, name) / ranks for name in ("flops", "pairs", "serial")}
+        return dataclasses.replace(self, **shares, **operations)
 
 
 class Model:
     """A model that is planned for.
+
+    Args:
+        sharded: the model as shards hold it.
 
     Attributes:
         source: the StackConfig or `Pretrained` that it was made from.
@@ -86,8 +84,7 @@ class Model:
         costs: times of the layers relative to each other; the last one includes the head.
         first, last, others: numbers of parameters that come with the embedding, with the head, with any span
             of layers. table: those of the embedding alone.
-        num_parameters, tie_embeddings: of the complete model.
-        parameter_sizes: elements of each of its parameters.
+        parameter_sizes: elements of each of its parameters. num_parameters: of all.
         in_8bit: the share of the parameters whose moments adamw8bit stores in 8 bits.
         head_flops: operations per token of the head's forward pass.
         largest_end: elements of the largest parameter of embedding and head, if the optimizer's step of it
@@ -101,26 +98,37 @@ class Model:
     strands = 1
     values_apart: ClassVar[bool] = True
     waiting: ClassVar[float] = 0.0
-    source: Any
-    layers: tuple[LayerSize, ...]
-    costs: tuple[float, ...]
-    first: int
-    last: int
-    others = 0
-    table: int
-    num_parameters: int
-    parameter_sizes: tuple[int, ...]
-    tie_embeddings: bool
-    in_8bit: float
-    head_flops: float
-    d_model: int
 
-    def __init__(self) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        self.source: Any = sharded.source
+        self.d_model, self.tie_embeddings = sharded.d_model, sharded.tie_embeddings
+        self.costs, self.head_flops = layer_costs(sharded), 2 * sharded.costs[-1]
         # Modules of fake tensors, with their mode.
         self.fakes: dict[Hashable, tuple[FakeTensorMode, nn.Module]] = {}
         self.counted: dict[Hashable, Counted] = {}
         self.work_counted: dict[Hashable, StageWork] = {}
         self.tasks: dict[Hashable, int] = {}
+        n = sharded.n_layer
+        model, layers, ends = self._modules((range(-1, -1), range(0), range(n, n)))
+        self.others, first, last = (sizes_of(end.parameters())[0] for end in ends)
+        self.first, self.last = first - self.others, last - self.others
+        self.table = model.get_parameter(sharded.embedding).numel()
+        self.parameter_sizes = tuple(p.numel() for p in model.parameters())
+        self.num_parameters, self.in_8bit = sum(self.parameter_sizes), share_in_8bit(model.parameters())
+        self.layers = tuple(self._size(k, layer) for k, layer in enumerate(layers))
+
+    def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
+        """Return the model, its layers and its parts with the layers `spans`; tensors take no memory."""
+        raise NotImplementedError
+
+    def _size(self, k: int, layer: nn.Module) -> LayerSize:
+        """Return the sizes of layer k."""
+        raise NotImplementedError
+
+    def _countable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that turns errors of fake tensors into an `Uncountable`."""
+        return contextlib.nullcontext()
 
     @property
     def n_layer(self) -> int:
@@ -133,8 +141,22 @@ class Model:
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
     ) -> EngineSpec:
-        """Return the method's instructions to the engine; size: (batch, seqlen)."""
-        raise NotImplementedError
+        """Return the method's instructions to the engine; size: (batch, seqlen).
+
+        Raises:
+            UserError: the method is not for such a model.
+        """
+        (rows, seqlen), storage = size, method.storage
+        sharded, kind = self.sharded.in_precision(machine.precision), machine.kind
+        sizes = sharded.sizes(machine.precision, kind, storage.recompute, machine.weights_on_host)
+        default = chunk_size_for(
+            sizes, rows * self.strands, seqlen, kind, machine.memory, storage.checkpoints
+        )
+        spec = method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
+        if spec.storage.segment_layers is not None or layout.world > 1:
+            return spec
+        segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory)
+        return spec if segments is None else spec.in_segments(*segments)
 
     def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
         """Return each stage's pieces, bottom up.
@@ -146,13 +168,6 @@ class Model:
             return [[piece] for piece in (EMBEDDING, *range(self.n_layer), HEAD)]
         last = self.n_layer
         return [[EMBEDDING] * (s.start == 0) + [*s] + [HEAD] * (s.stop == last) for s in spans]
-
-    def stage_costs(self, spans: Sequence[range], are_layers: bool = False) -> tuple[float, ...]:
-        """Return the time of each stage's forward per token, relative to the others."""
-        head = self.head_flops / 2
-        cost_of = {EMBEDDING: 0.0, **dict(enumerate(self.costs)), HEAD: head}
-        cost_of[self.n_layer - 1] -= head
-        return tuple(sum(cost_of[piece] for piece in pieces) for pieces in self.stages(spans, are_layers))
 
     def stand_in(self) -> StackConfig | None:
         """Return the model whose layer is timed in place of this model's; None to time its own."""
@@ -187,18 +202,18 @@ class Model:
         return self.work_counted[key]
 
     def _count(self, piece: int, on: Conditions) -> Counted:
-        mode, stage, initial = self.stage(piece, on)
-        with stage_memory.counting(on, mode) as live:
-            return stage_memory.count(
-                stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, "")), live
-            )
+        with self._countable():
+            mode, stage, initial = self.stage(piece, on)
+            with stage_memory.counting(on, mode) as live:
+                example = stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
+                return stage_memory.count(example, live)
 
     def _count_work(self, piece: int, on: Conditions) -> StageWork:
-        mode, stage, initial = self.stage(piece, on)
-        with stage_memory.as_planned(on, mode):
-            return stage_memory.count_work(
-                stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
-            )
+        with self._countable():
+            mode, stage, initial = self.stage(piece, on)
+            with stage_memory.as_planned(on, mode):
+                example = stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
+                return stage_memory.count_work(example)
 
     def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
         """Return the peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""

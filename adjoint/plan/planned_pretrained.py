@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -21,20 +20,17 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.errors import UserError
 from adjoint.hf.cache import ChunkCache, Slot
-from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import backbone_of
-from adjoint.hf.split import Pretrained, describe
+from adjoint.hf.sharded_pretrained import ShardedPretrained
+from adjoint.hf.split import Pretrained
 from adjoint.hf.stage import Backbone, CausalLM
-from adjoint.hf.transformers_api import expert_functions
 from adjoint.layers import StackConfig, State
 from adjoint.methods import Method, check_wrapped_method
 from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
-from adjoint.plan.roofline import StageWork
-from adjoint.plan.stage_memory import Conditions, Counted, Uncountable, fake_tensors
+from adjoint.plan.outline import countable
+from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.plan.worker_devices import Machine
 from adjoint.train.layout import Layout
-from adjoint.train.optimizer import share_in_8bit
-from adjoint.train.pretrained import KEY, configuration
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,62 +38,6 @@ if TYPE_CHECKING:
 
 
 WIDEST = 1024  # d_model of the layer that is timed in the place of a model's own
-
-
-def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
-    """Describe the causal LM of a folder's config.json: its layers, states and costs.
-
-    The embeddings' multiplier is left at 1: memory does not depend on it.
-
-    Raises:
-        UserError: transformers has no causal LM for the configuration, its layers cannot be divided, or its
-            code does not run on fake tensors.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = configuration(directory, trust_remote_code)
-    kind: type[PreTrainedModel] | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
-        raise UserError(
-            f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}; a model with "
-            "code of its own trains in one process or under torchrun, and is not planned"
-        )
-    try:
-        with fake_tensors(torch.float32) as mode, _countable(kind), mode:
-            model = kind(copy.deepcopy(config))
-            return describe(model, torch.zeros(1, 13, dtype=torch.int64))
-    except UserError as error:
-        raise UserError(f"{KEY}: {error}") from None
-    except ValueError as error:
-        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
-
-
-@contextlib.contextmanager
-def _countable(kind: type[PreTrainedModel]) -> Iterator[None]:
-    """Turn errors of fake tensors into one line that names the class."""
-    from torch._subclasses import fake_tensor
-
-    logger = logging.getLogger(fake_tensor.__name__)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    # PyTorch's grouped product of matrices says its shape for bfloat16 alone
-    functions = expert_functions()
-    other = {name: lambda *_: False for name in ("_can_use_grouped_mm",) if name in functions}
-    try:
-        with rebound_functions([(functions, other)]):
-            yield
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        # a ValueError may come of a `Refused`, or of an operator's error inside the model's code
-        cause = error.__cause__ or error
-        if isinstance(error, ValueError) and not isinstance(cause, (RuntimeError, NotImplementedError)):
-            raise
-        why = " ".join(str(cause).split())[:120]
-        raise Uncountable(
-            f"{kind.__name__}: its memory cannot be counted without running it ({why}); train a few steps "
-            "and read peak_memory_bytes in metrics.jsonl"
-        ) from None
-    finally:
-        logger.setLevel(level)
 
 
 class PretrainedModel(Model):
@@ -111,34 +51,22 @@ class PretrainedModel(Model):
     waiting: ClassVar[float] = MAX_PENDING_BYTES
 
     def __init__(self, pretrained: Pretrained) -> None:
-        super().__init__()
-        self.source, self.d_model, self.costs = pretrained, pretrained.d_model, pretrained.costs
-        self.num_parameters, self.tie_embeddings = pretrained.num_parameters, pretrained.tie_embeddings
-        model, n = self._fake_model(torch.float32)[1], pretrained.n_layer
-        self.others = sizes_of(pretrained.make_part(model, range(-1, -1)).parameters())[0]
-        self.first = sizes_of(pretrained.make_part(model, range(0)).parameters())[0] - self.others
-        self.last = sizes_of(pretrained.make_part(model, range(n, n)).parameters())[0] - self.others
-        self.table = self.largest_end = model.get_input_embeddings().weight.numel()
-        self.in_8bit = share_in_8bit(model.parameters())
-        self.parameter_sizes = tuple(p.numel() for p in model.parameters())
         self.config = pretrained.config.get_text_config()
-        self.head_flops = 2.0 * self.config.vocab_size * pretrained.d_model
-        layers, caches = getattr(backbone_of(model), pretrained.layers), ChunkCache(pretrained.config).layers
-        self.layers = tuple(
-            self._size(k, layer, getattr(caches[k], "window", None) if k < len(caches) else None)
-            for k, layer in enumerate(layers)
-        )
+        self.caches = ChunkCache(pretrained.config).layers
+        super().__init__(ShardedPretrained(pretrained))
+        self.largest_end = self.table
 
-    def _size(self, k: int, layer: nn.Module, window: int | None) -> LayerSize:
-        pretrained, slots, narrow = (
-            self.source,
-            _slots_of_layer(self.source.slots, k),
-            _slots_of_layer(self.source.autocast, k),
-        )
-        cost = pretrained.costs[k] - (self.head_flops / 2 if k + 1 == pretrained.n_layer else 0.0)
+    def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
+        model, source = self._fake_model(torch.float32)[1], self.source
+        layers = getattr(backbone_of(model), source.layers)
+        return model, layers, [source.make_part(model, span) for span in spans]
+
+    def _size(self, k: int, layer: nn.Module) -> LayerSize:
+        slots, narrow = _slots_of_layer(self.source.slots, k), _slots_of_layer(self.source.autocast, k)
+        window = getattr(self.caches[k], "window", None) if k < len(self.caches) else None
         recurrent = sum(math.prod(slot.shape) for slot in slots if slot.name == "recurrent")
         heads = getattr(self.config, "num_attention_heads", 0)
-        described = layer, [(s.name, s.index, s.shape) for s in slots], window, pretrained.outputs[k]
+        described = layer, [(s.name, s.index, s.shape) for s in slots], window, self.source.outputs[k]
         return LayerSize(
             "\n".join(map(str, described)),
             *sizes_of(layer.parameters()),
@@ -146,7 +74,7 @@ class PretrainedModel(Model):
             state=sum(math.prod(slot.shape) for slot in slots if slot.grows is None),
             grown=sum(_width(slot) for slot in slots),
             narrow=sum(_width(slot) for slot in narrow if slot.dtype == torch.bfloat16),
-            flops=2 * cost + 8 * recurrent,
+            flops=2 * self.sharded.costs[1 + k] + 8 * recurrent,
             pairs=2.0 * heads * sum(slot.shape[-1] for slot in slots if slot.grows is not None),
             serial=8.0 * recurrent,
             window=window,
@@ -156,7 +84,7 @@ class PretrainedModel(Model):
     def _fake_model(self, dtype: torch.dtype) -> tuple[FakeTensorMode, PreTrainedModel]:
         """Return a FakeTensorMode and the model made in it."""
         if dtype not in self.fakes:
-            with fake_tensors(dtype) as mode, mode, _countable(self.source.kind):
+            with fake_tensors(dtype) as mode, mode, self._countable():
                 self.fakes[dtype] = mode, self.source.kind(copy.deepcopy(self.source.config)).train()
         return self.fakes[dtype]
 
@@ -164,12 +92,10 @@ class PretrainedModel(Model):
         pretrained, n = self.source.in_precision(on.precision), self.n_layer
         mode, model = self._fake_model(on.dtype)
         span = {EMBEDDING: range(0), HEAD: range(n, n)}.get(piece, range(piece, piece + 1))
+        slots = [] if on.plain else _slots_of_layer(pretrained.slots, piece)
+        multiplier = None if piece == EMBEDDING else 1.0
         with fake_tensors(on.dtype), mode:
-            piece_model, slots = (
-                pretrained.make_part(model, span),
-                [] if on.plain else _slots_of_layer(pretrained.slots, piece),
-            )
-            multiplier = None if piece == EMBEDDING else 1.0
+            piece_model = pretrained.make_part(model, span)
             state = tuple(
                 torch.zeros(on.batch, *s.shape, dtype=on.dtype if s.grows is None else s.dtype) for s in slots
             )
@@ -183,13 +109,8 @@ class PretrainedModel(Model):
         width = min(WIDEST, self.d_model)
         return StackConfig(d_model=width, d_intermediate=4 * width, n_layer=1, mixer="attention")
 
-    def _count(self, piece: int, on: Conditions) -> Counted:
-        with _countable(self.source.kind):
-            return super()._count(piece, on)
-
-    def _count_work(self, piece: int, on: Conditions) -> StageWork:
-        with _countable(self.source.kind):
-            return super()._count_work(piece, on)
+    def _countable(self) -> contextlib.AbstractContextManager[None]:
+        return countable(self.source.kind)
 
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
@@ -203,13 +124,7 @@ class PretrainedModel(Model):
             check_wrapped_method(method)
         except ValueError as error:
             raise UserError(f"method.name: {error}") from None
-        batch, seqlen = size
-        element = 2 if machine.precision == "bfloat16" else machine.element
-        device = machine.kind, machine.memory
-        picked = self.source.chunk_size(
-            batch, seqlen, element, *device, method.storage.checkpoints, machine.weights_on_host
-        )
-        return method.engine_spec(seqlen, layout.at_most(picked, seqlen), (0,))
+        return super().engine_spec(method, size, layout, machine)
 
     def described(self) -> dict[str, object]:
         return {

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from adjoint.engine.chunk_size import Sizes, chunk_size_for, kept_bytes, state_numel
+from adjoint.engine.chunk_size import state_numel
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.stage import Stage, check_windows, costs_of
-from adjoint.engine.worker_rules import CutModel
+from adjoint.engine.sharded_model import ModelSource
+from adjoint.engine.stage import Stage, check_windows
 from adjoint.layers import MIXERS, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import AttentionMixer
 from adjoint.layers.bidirectional_mixer import directions_of
@@ -20,9 +21,9 @@ from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of
 from adjoint.plan.stage_memory import Conditions, fake_tensors
 from adjoint.plan.worker_devices import Machine
 from adjoint.stack import Stack
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import plain
 from adjoint.train.layout import Layout
-from adjoint.train.optimizer import share_in_8bit
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,32 +37,17 @@ class StackModel(Model):
     """
 
     def __init__(self, config: StackConfig) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            stack = Stack(config, 0)
-        self.source, self.d_model, self.strands = config, config.d_model, config.strands
-        _, *costs, head = costs_of(stack.all_stages())
-        if config.bidirectional is not None:  # each direction multiplies with what they share, on each strand
-            costs, head = (
-                [config.strands * _products(layer) for layer in stack.blocks()],
-                config.strands * head,
-            )
-        self.costs = (*costs[:-1], costs[-1] + head)
-        self.table, self.tie_embeddings = config.vocab_size * config.d_model, config.tie_embeddings
-        self.first = self.table
-        self.last = config.d_model + self.table
-        self.parameter_sizes = tuple(p.numel() for p in stack.parameters())
-        self.num_parameters, self.in_8bit = stack.num_parameters(), share_in_8bit(stack.parameters())
-        self.head_flops = 2.0 * head
-        self.layers = tuple(
-            self._size(k, layer, cost, state)
-            for k, (layer, cost, state) in enumerate(
-                zip(stack.blocks(), costs, stack.initial_state(1), strict=True)
-            )
-        )
+        self.strands = config.strands
+        super().__init__(ShardedStack(config))
 
-    def _size(self, k: int, layer: Block, cost: float, state: State) -> LayerSize:
+    def _modules(self, spans: Sequence[range]) -> tuple[nn.Module, Sequence[nn.Module], list[nn.Module]]:
+        stack = ShardedStack.without_weights(self.source)
+        return stack, stack.blocks(), [stack.split(span) for span in spans]
+
+    def _size(self, k: int, layer: nn.Module) -> LayerSize:
+        assert isinstance(layer, Block)
         config, grows = self.source, layer.mixer.grows
+        state = layer.mixer.initial_state(1, torch.float32, torch.device("meta"))
         kind = config.mixers[k]
         mixer = MIXERS.get(kind, Mixer)
         linear = [m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)]
@@ -79,7 +65,7 @@ class StackModel(Model):
             recurrent,
             grown,
             grown if kind in MIXERS else 0,
-            flops=2 * cost + serial,  # two operations a weight
+            flops=2 * self.sharded.costs[1 + k] + serial,  # two operations a weight
             # of each query head, two a channel of keys and of values
             pairs=4.0 * mixer.attended_channels(config),
             serial=serial,
@@ -110,45 +96,23 @@ class StackModel(Model):
     def engine_spec(
         self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
     ) -> EngineSpec:
-        element = 2 if machine.precision == "bfloat16" and machine.kind == "cuda" else machine.element
-        rows, seqlen = size
-        states = sum(layer.state for layer in self.layers) * machine.element / self.source.strands
-        activations: float = kept_bytes(self.source, element, method.storage.recompute)
-        if self.source.bidirectional is not None:  # one layer's activations at a time
+        is_bidirectional = self.source.bidirectional is not None
+        if is_bidirectional:
             check_bidirectional_method(method)
-            activations, rows = activations / self.n_layer, rows * self.source.strands
-        sizes = Sizes(
-            activations,
-            states,
-            width=self.source.d_model,
-            weights_on_host=machine.weights_on_host,
-        )
-        default = chunk_size_for(
-            sizes, rows, seqlen, machine.kind, machine.memory, method.storage.checkpoints
-        )
-        spec = method.engine_spec(seqlen, layout.chunk_size(method, seqlen, default))
+        spec = super().engine_spec(method, size, layout, machine)
         check_windows(self.source, spec)
-        if self.source.bidirectional is not None and method.has_chunks:  # scans keep no tapes
-            return spec.without_tapes()
-        return spec
+        return spec.without_tapes() if is_bidirectional and method.has_chunks else spec  # scans keep no tapes
 
     def described(self) -> dict[str, object]:
         return plain(dataclasses.asdict(self.source))
 
 
-def _products(layer: Block) -> float:
-    """Return the multiply-adds per token of a layer, where tied projections count for each direction."""
-    return float(sum(p.numel() for _, p in layer.named_parameters(remove_duplicate=False) if p.dim() > 1))
-
-
-def model_of(model: Model | StackConfig | CutModel) -> Model:
+def model_of(source: ModelSource) -> Model:
     """Return the planner's view of a StackConfig or a `Pretrained`."""
-    if isinstance(model, Model):
-        return model
-    if isinstance(model, StackConfig):
-        return StackModel(model)
+    if isinstance(source, StackConfig):
+        return StackModel(source)
     from adjoint.hf.split import Pretrained
     from adjoint.plan.planned_pretrained import PretrainedModel
 
-    assert isinstance(model, Pretrained)
-    return PretrainedModel(model)
+    assert isinstance(source, Pretrained)
+    return PretrainedModel(source)

@@ -23,11 +23,9 @@ from adjoint.engine.worker_rules import (
     exchanges_within_tiles,
     forward_plan,
     grid_of,
-    owners_of,
     stages_are_layers,
     step_plan,
 )
-from adjoint.layers import StackConfig
 from adjoint.methods import Method
 from adjoint.parallel.kv import QUERIES_AHEAD
 from adjoint.plan.bidirectional_step import step_peak
@@ -123,7 +121,7 @@ class Setup:
 
     def pieces(self, spans: Sequence[range]) -> list[list[int]]:
         """Return each stage's pieces, as `Model.stages` does."""
-        are_layers = stages_are_layers(self.model.source, self.spec, self.layout.sequence)
+        are_layers = stages_are_layers(self.model.sharded, self.spec, self.layout.sequence)
         return self.model.stages(spans, are_layers)
 
     def stage_states(self, spans: Sequence[range]) -> list[int]:
@@ -134,7 +132,7 @@ class Setup:
     @functools.cached_property
     def context_parallel(self) -> bool:
         """Whether ranks go through a sequence in rounds (`plan.rounds`): they meet inside of tiles."""
-        return exchanges_within_tiles(self.model.source, self.layout.sequence)
+        return exchanges_within_tiles(self.model.sharded, self.layout.sequence)
 
     @functools.cached_property
     def per_rank(self) -> Setup:
@@ -213,10 +211,9 @@ class Setup:
         """Return the programs of all workers on a batch of so many chunks."""
         model, spec, helpers = self.model, self.spec, self.layout.helped
         seqlen = min(self.seqlen, chunks * spec.chunk_size)
-        owners = owners_of(model.source, spans, self.layout.sequence)
+        owners, sharded = Owners.from_spans(spans, self.layout.sequence), model.sharded
         windows = None if spec.backward.window != "auto" else [self.window[0] or seqlen] * model.n_layer
-        costs = model.stage_costs(spans, isinstance(model.source, StackConfig))
-        grid = grid_of(model.source, spec, seqlen, owners, helpers, costs, windows)
+        grid = grid_of(sharded, spec, seqlen, owners, helpers, sharded.costs, windows)
         # the head's backward comes right after its forward
         if self.plain_autograd and spec.storage.tapes == 0:
             spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, tapes=1))
@@ -299,18 +296,14 @@ class ProgramBytes(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _program_bytes(
-    pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, alone: bool
-) -> list[ProgramBytes]:
+def _program_bytes(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int) -> list[ProgramBytes]:
     """Return the memory of each worker's programs, besides states, weights and sums.
 
     Args:
-        y: bytes of a token between stages. alone: whether one process runs them, under autograd.
+        y: bytes of a token between stages.
     """
     grid = pipeline.grid
     plans = pipeline.plans()
-    # a second backward recomputes tapes: their inputs stay
-    stays = {key for t in grid.backward_tiles() for key in grid.reads(t) if key[0] == "y"} if alone else set()
 
     def message(key: Key) -> int:
         if key[0] in ("S", "dS"):
@@ -346,7 +339,7 @@ def _program_bytes(
                     current += size(key, action) - size_of.get(key, 0)
                     size_of[key] = size(key, action)
                 for key in action.frees if i + 1 == len(plans) else ():
-                    current -= 0 if key in stays else size_of.pop(key, 0)
+                    current -= size_of.pop(key, 0)
         sent, received = collections.defaultdict[int, list[int]](list), []
         for schedule in plans:
             for action in schedule.programs[w]:
@@ -389,10 +382,7 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
     stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
-    counted = [
-        _program_bytes(pipeline, stages, setup.y(1), setup.alone and not setup.plain_autograd)
-        for pipeline in pipelines
-    ]
+    counted = [_program_bytes(pipeline, stages, setup.y(1)) for pipeline in pipelines]
 
     more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
 
@@ -559,7 +549,7 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         # keys and values come over for the layers at work; cotangents a chunk at a time
         parts |= {"kept": 0, "states": 3 * sum(map(setup.state, span)), "past": parts["past"] // 2}
         y = setup.y(spec.chunk_size)
-        are_layers = stages_are_layers(model.source, spec, setup.layout.sequence)
+        are_layers = stages_are_layers(model.sharded, spec, setup.layout.sequence)
         states = (max if are_layers else sum)(map(setup.state, span))  # of a stage
         largest_copy = max(y * (spec.storage.keep != "edges"), states)
         work += y + 4 * largest_copy  # two buffers of copies in each direction

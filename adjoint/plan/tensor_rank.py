@@ -74,10 +74,9 @@ class RankModel(Model):
     """
 
     def __init__(self, model: Model, ranks: int) -> None:
-        super().__init__()
-        self.model, self.ranks, self.source = model, ranks, model.source
+        vars(self).update(vars(model))
+        self.model, self.ranks = model, ranks
         self.layers = tuple(layer.divided(ranks) for layer in model.layers)
-        self.costs, self.in_8bit, self.tie_embeddings = model.costs, model.in_8bit, model.tie_embeddings
         self.first, self.last, self.others = (n // ranks for n in (model.first, model.last, model.others))
         self.table, self.largest_end = model.table // ranks, model.largest_end // ranks
         self.num_parameters, self.head_flops = model.num_parameters // ranks, model.head_flops / ranks

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
-from adjoint.engine.bidirectional import block_by_chunks
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.module_tensors import ModuleTensors
@@ -27,6 +26,7 @@ from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights as StoredWeights
 from adjoint.formats.names import assign
 from adjoint.formats.transformers import from_model
+from adjoint.kernels.collectives import split_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import StackConfig, State
 from adjoint.layers.packed_documents import document_numbers
@@ -38,6 +38,7 @@ from adjoint.layers.strands import (
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import group_of
+from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
 from adjoint.stack.structure import WHOLE_SEQUENCE
 
@@ -174,7 +175,7 @@ class Stack(ChunkedStack):
             replacements = weights_of(self).begin_plain_call() if torch.is_grad_enabled() else {}
             with ModuleTensors(self).replaced(replacements) if replacements else contextlib.nullcontext():
                 ids, documents = self._rows_read(input_ids, seq_idx)
-                y, final = self._hidden(ids, states, documents, checkpoint, spec)
+                y, final = self.run_layers(ids, states, documents, checkpoint, spec)
                 if batch is not None:
                     output.loss = self.head_loss(y, batch.targets) / batch.divisor
                 if (batch is None and not return_hidden_states) or return_logits:
@@ -208,7 +209,7 @@ class Stack(ChunkedStack):
     ) -> Tensor:
         """Return the logits of a call whose loss runs by chunks; a gradient that reaches them is refused."""
         with torch.no_grad():
-            y = self._hidden(input_ids, states, seq_idx)[0]
+            y = self.run_layers(input_ids, states, seq_idx)[0]
             logits = self.logits(self.all_tokens(y, input_ids.shape[1]))
         message = (
             "a gradient has reached out.logits, which has none beside a loss by "
@@ -262,7 +263,7 @@ class Stack(ChunkedStack):
             checkpoint: whether autograd then recomputes each layer.
         """
         states = self.initial_state(len(input_ids))
-        y, _ = self._hidden(self._rows_read(input_ids, None)[0], states, None, checkpoint, spec)
+        y, _ = self.run_layers(self._rows_read(input_ids, None)[0], states, None, checkpoint, spec)
         return self.head_loss(y, targets)
 
     def _layer_spec(self, input_ids: Tensor, method: Method | None) -> EngineSpec | None:
@@ -271,22 +272,33 @@ class Stack(ChunkedStack):
             return None
         return method.engine_spec(input_ids.shape[1], self.default_chunk_size(input_ids, method))
 
-    def _hidden(
+    def run_layers(
         self,
-        input_ids: Tensor,
+        x: Tensor,
         states: list[State],
         seq_idx: Tensor | None = None,
         checkpoint: bool = False,
         spec: EngineSpec | None = None,
     ) -> tuple[Tensor, list[State]]:
-        """Return y_K and the final states, by plain autograd; with a spec, bidirectional layers by chunks."""
-        y, final = self.embed(input_ids), []
+        """Return y_K and the final states, by plain autograd.
+
+        Args:
+            x: ids (batch, seqlen); hidden states of all tokens, if the embedding is not here (`split`).
+            states: of the layers that are here.
+            checkpoint: whether autograd recomputes each layer.
+            spec: the chunks by which bidirectional layers run; None for other layers.
+        """
+        split, seqlen, final = self.tensor_parallel, x.shape[1], list[State]()
+        if self.is_first:
+            y = self.embed(x)
+        else:
+            y = x if split is None else split_tokens(x, split.group)
         if spec is not None:
             for block in self.blocks():
                 y = block_by_chunks(block, y, seq_idx, spec)
             return y, states
-        inputs = (seq_idx,) if self.tensor_parallel is None else (seq_idx, input_ids.shape[1])
-        for layer, state in zip(self.layers, states, strict=True):
+        inputs = (seq_idx,) if split is None else (seq_idx, seqlen)
+        for layer, state in zip(self.blocks(), states, strict=True):
             if checkpoint and torch.is_grad_enabled():
                 recomputed_layer = products_kept()(layer.__call__)
                 y, state = checkpointed(recomputed_layer, y, state, *inputs, use_reentrant=False)
@@ -354,7 +366,7 @@ class Stack(ChunkedStack):
         states, tokens = self.initial_state(input_ids.shape[0]), [input_ids]
         for _ in range(max_new_tokens):
             for chunk in tokens[-1].split(chunk_size, dim=1):
-                y, states = self._hidden(chunk, states)
+                y, states = self.run_layers(chunk, states)
             logits = self.logits(self.all_tokens(y, chunk.shape[1])[:, -1]).float()
             if temperature == 0:
                 tokens.append(logits.argmax(-1, keepdim=True))

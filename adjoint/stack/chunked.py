@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import shared_prefix
-from adjoint.engine.chunk_size import at_most, default_chunk_size
+from adjoint.engine.chunk_size import at_most, default_chunk_size, segments_on, sizes_of_stack
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
@@ -69,7 +69,14 @@ class ChunkedStack(StackModules):
         default = self.default_chunk_size(batch.ids, method)
         if group is not None:
             default = at_most(default, batch.seqlen, ranks_of(group))
-        return batch, method.engine_spec(batch.seqlen, default)
+        spec = method.engine_spec(batch.seqlen, default)
+        weights = weights_type(self)
+        is_divided = group is None and not call.has_state and self.tensor_parallel is None
+        if not is_divided or weights.is_gathered or spec.storage.segment_layers is not None:
+            return batch, spec
+        sizes = sizes_of_stack(self, batch.ids, weights_on_host=weights.copies_from_host)
+        segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen)
+        return batch, spec if segments is None else spec.in_segments(*segments)
 
     def step(
         self,

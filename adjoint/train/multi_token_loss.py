@@ -85,7 +85,7 @@ def _summed_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
             raise UserError(f"{_CALLER}: the stack's head is split over ranks: give a stack in one process")
         head = head.lm_head
     if not isinstance(head, nn.Linear):
-        from adjoint.hf.multi_token import summed_loss_of_model
+        from adjoint.hf.logprobs import summed_loss_of_model
 
         return summed_loss_of_model(head, hidden, targets, _CALLER)
     if not is_untouched(head, nn.Linear) or dtensors(head):

@@ -38,7 +38,7 @@ from benchmarks import steps
 from benchmarks.gpu.wrapped import kernels_of
 
 GPU, DEVICE = "h100", "cuda:0"
-FIRST = 64  # tokens of the step before the one that is counted
+FIRST = 4096  # tokens of the step before the one that is counted: enough to be divided into segments
 LAUNCH_S = 60e-6  # of the host, for an operator or a kernel, Python included: beside an H200
 BUSY = 0.5  # share of the GPU's peak rate at which products and attention are taken to run
 

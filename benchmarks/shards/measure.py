@@ -16,6 +16,7 @@ from adjoint.engine.stage import costs_of
 from adjoint.layers import StackConfig
 from adjoint.memory import PeakMemory
 from adjoint.stack import Stack
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.tools.measure.process import Point
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from benchmarks.shards.replay import method_of, summary
@@ -42,7 +43,7 @@ def measure(point: Point) -> Point:
     name = f"{shards} shard{'s' * (shards > 1)}" if sequence == 1 else f"{sequence} workers in turn"
     cluster = ClusterConfig(shards=shards, sequence=sequence)
     with ray_running(shards * sequence):
-        group = Group(model, training, method_of(point["method"], size, window), cluster)
+        group = Group(ShardedStack(model), training, method_of(point["method"], size, window), cluster)
         try:
             run: Point = {
                 "name": f"{point['method']}, {name}",

@@ -27,6 +27,7 @@ from adjoint.errors import UserError
 from adjoint.layers import StackConfig
 from adjoint.methods import Exact, LayerLocal, Truncated
 from adjoint.plan.simulate import Timeline, simulate
+from adjoint.stack.sharded_stack import ShardedStack
 
 TOLERANCE = 0.20  # of the measured time
 
@@ -62,7 +63,7 @@ def plan_of(run: dict[str, Any]) -> Schedule:
     spec = method_of(run["method"], size, run["window"]).engine_spec(seqlen, size)
     model = StackConfig(n_layer=spans[-1].stop, d_conv=run["d_conv"])
     owners = Owners.from_spans(spans, run.get("sequence", 1))
-    grid = grid_of(model, spec, seqlen, owners, helpers, run.get("costs", ()))
+    grid = grid_of(ShardedStack(model), spec, seqlen, owners, helpers, run.get("costs", ()))
     return step_plan(spec, grid, owners, helpers)
 
 

@@ -22,6 +22,7 @@ from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import HelperTasks, Owners, Run
 from adjoint.engine.worker_rules import grid_of, step_plan
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.layout import Layout
 from tests.cluster.threads import (
     TRAINING,
@@ -234,7 +235,7 @@ def test_units_are_all_shared_tiles_once(
     owners, seqlen = Owners.from_spans(split(n_layer, shards)), 8 * chunks
     spec = LayerLocal(window, 8).engine_spec(seqlen, 8)
     config = StackConfig(vocab_size=17, d_model=12, n_layer=n_layer)
-    grid = grid_of(config, spec, seqlen, owners, owned)
+    grid = grid_of(ShardedStack(config), spec, seqlen, owners, owned)
     for shard, program in enumerate(step_plan(spec, grid, owners, owned).programs):
         workers = 1 + owned.count(shard)
         layers = [k for k in range(2, n_layer + 1) if owners.shards[k] == shard] if workers > 1 else []

@@ -26,6 +26,7 @@ from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
 from adjoint.parallel import transport as transport_module
 from adjoint.parallel.transport import sum_gradients
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train import machine
 from adjoint.train.checkpoint import load_checkpoint, save_checkpoint
 from adjoint.train.config import TrainingConfig
@@ -286,7 +287,7 @@ def test_the_shards_have_the_weights_of_the_whole(variant: str, tied: bool, shar
     for rank in range(shards):
         spans = tuple(split(config.n_layer, shards))
         shard = PipelineWorker(
-            ShardSpec(config, TrainingConfig(seed=7), Exact(7), Layout(shards), spans, rank)
+            ShardSpec(ShardedStack(config), TrainingConfig(seed=7), Exact(7), Layout(shards), spans, rank)
         )
         named = shard.named_weights()
         assert not shard_weights.keys() & named.keys()
@@ -403,7 +404,7 @@ def test_a_message_does_not_grow_with_the_sequence() -> None:
     owners = Owners.from_spans((range(MIXED.n_layer),), 3)
     for seqlen in (30, 300):
         spec = Exact(10).engine_spec(seqlen, 10)
-        schedule = step_plan(spec, grid_of(MIXED, spec, seqlen, owners), owners)
+        schedule = step_plan(spec, grid_of(ShardedStack(MIXED), spec, seqlen, owners), owners)
         sent = [a.key for program in schedule.programs for a in program if isinstance(a, Send)]
         edges = [(k, c) for k in range(1, MIXED.n_layer + 1) for c in range(seqlen // 10 - 1)]
         assert sorted(sent) == sorted((name, *edge) for name in ("S", "dS") for edge in edges)

@@ -28,6 +28,7 @@ from adjoint.cluster import placement
 from adjoint.cluster.group import Group
 from adjoint.cluster.placement import Resources
 from adjoint.errors import UserError
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import ClusterConfig, TrainingConfig
 from adjoint.train.layout import Layout
 from tests.training_helpers import metrics, same_training, tiny, train_tiny
@@ -44,7 +45,7 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
     training = TrainingConfig(device="cpu", threads=1, precision="float32")
 
     def peak(workers: int, seqlen: int) -> int:
-        group = Group(config, training, Exact(512), ClusterConfig(1, sequence=workers))
+        group = Group(ShardedStack(config), training, Exact(512), ClusterConfig(1, sequence=workers))
         try:
             group.all("accumulate", torch.zeros(1, seqlen, dtype=torch.int64).numpy())
             return max(group.all("peak_memory_bytes"))

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import adjoint
 from adjoint.checkpoint import StoredTensors
-from adjoint.cluster.pretrained_shard import described_by_files
 from adjoint.cluster.shard import Microbatch
 from adjoint.errors import UserError
 from adjoint.hf.split import Pretrained, examine
+from adjoint.plan.outline import described_by_files
 from adjoint.train import pretrained as train_pretrained
 from adjoint.train.layout import Layout
 from tests.cluster.faults import FLAGS, told

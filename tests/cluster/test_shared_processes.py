@@ -12,6 +12,7 @@ from adjoint import Exact
 from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.cluster.shard import Microbatch, PipelineWorker
 from adjoint.cluster.spec import ShardSpec
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.layout import Layout
 from tests.cluster.test_layouts import HYBRID
 from tests.cluster.threads import TRAINING, disturb, disturbed_stack, split
@@ -26,7 +27,7 @@ def worker(rank: int, layout: Layout, folder: Path) -> None:
     transport = DistributedTransport(*meet(meeting, rank, layout.world, 60), rank, "gloo", 60, groups)
     spans = tuple(split(HYBRID.n_layer, layout.shards))
     shard = PipelineWorker(
-        ShardSpec(HYBRID, TRAINING, METHOD, layout, spans, rank, precision="float64"), transport
+        ShardSpec(ShardedStack(HYBRID), TRAINING, METHOD, layout, spans, rank, precision="float64"), transport
     )
     disturb(shard.named_weights())
     shard.share_table()

@@ -17,6 +17,7 @@ from adjoint import Exact, LayerLocal, StackConfig, Truncated
 from adjoint.cluster.process_group import DistributedTransport, meet
 from adjoint.engine.schedule import Owners, Recv, Send
 from adjoint.engine.worker_rules import grid_of, step_plan
+from adjoint.stack.sharded_stack import ShardedStack
 from tests.cluster.threads import split
 
 WORKERS = 4
@@ -138,7 +139,7 @@ def test_all_connections_come_about(name: str) -> None:
         StackConfig(vocab_size=17, d_model=12, n_layer=6),
     )
     spec = method.engine_spec(40, 10)
-    schedule = step_plan(spec, grid_of(config, spec, 40, owners, helpers), owners, helpers)
+    schedule = step_plan(spec, grid_of(ShardedStack(config), spec, 40, owners, helpers), owners, helpers)
     workers = owners.workers
     barriers: dict[Any, threading.Barrier] = {}
     ends = []

@@ -21,7 +21,11 @@ from adjoint.cluster.spec import ShardSpec
 from adjoint.engine.executor import Pending
 from adjoint.engine.grid import Tile
 from adjoint.engine.schedule import CAPACITY
+from adjoint.engine.sharded_model import ShardedModel
+from adjoint.hf.sharded_pretrained import ShardedPretrained
+from adjoint.hf.split import Pretrained
 from adjoint.parallel.transport import Channel
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 from adjoint.train.optimizer import learning_rate, make_optimizer
@@ -156,6 +160,13 @@ class ThreadHelper:
         return self.helper.task(task)
 
 
+def sharded_model(model: Any) -> ShardedModel:
+    """A StackConfig or a `Pretrained` as shards hold it; what is that already, unchanged."""
+    if isinstance(model, StackConfig):
+        return ShardedStack(model)
+    return ShardedPretrained(model) if isinstance(model, Pretrained) else model
+
+
 def make_shards(
     config: Any,
     layout: Layout | int,
@@ -170,20 +181,18 @@ def make_shards(
         layout: a number stands for as many shards and nothing else.
     """
     layout = Layout(layout) if isinstance(layout, int) else layout
-    layout.check(config, method)
+    model = sharded_model(config)
+    layout.check(model.source, method)
     transports = local_transports(layout.world)
-    spans = tuple(split(config.n_layer, layout.shards))
+    spans = tuple(split(model.n_layer, layout.shards))
     specs = [
-        ShardSpec(config, training, method, layout, spans, rank, precision=precision)
+        ShardSpec(model, training, method, layout, spans, rank, precision=precision)
         for rank in range(layout.world)
     ]
     workers: list[PipelineWorker] = []
-    kind: Any = PipelineWorker
-    if not isinstance(config, StackConfig):
-        from adjoint.cluster.pretrained_shard import PretrainedPipelineWorker as kind
     for rank in layout.everyone:
         helpers = [ThreadHelper(HelperShard(specs[helper])) for helper in layout.helpers_of(rank)]
-        workers.append(kind(specs[rank], transports[rank], drawn, helpers))
+        workers.append(PipelineWorker(specs[rank], transports[rank], drawn, helpers))
     return workers
 
 
@@ -308,7 +317,6 @@ def train_shards(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same over shards."""
     model = shards[0].spec.model
-    names = [n for n, _ in Stack(model).named_parameters()] if isinstance(model, StackConfig) else model.names
     losses, first = [], {}
     for step, ids in enumerate(batches, 1):
         parts = ids.chunk(training.grad_accumulation)
@@ -327,7 +335,7 @@ def train_shards(
                 named = shard.named_weights()
                 first |= {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         norms = {name: norm for shard in shards for name, norm in shard.norms().items()}
-        total = total_norm([norms[name] for name in names if name in norms], shards[0].spec.precision)
+        total = total_norm([norms[name] for name in model.names if name in norms], shards[0].spec.precision)
         rate = learning_rate(step, training)
         together(shards, lambda shard, total=total, rate=rate: shard.step(rate, total))
     return losses, first

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint import Backprop, Exact, LayerLocal, Stack, StackConfig, Truncated
-from adjoint.engine import bidirectional, recurrence
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.verification import Refused
 from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.stack import bidirectional, recurrence
 from tests.engine.test_first_use import Leaky
 from tests.model_helpers import SIZES, UNWINDOWED, VARIANTS, make_ids, make_model
 

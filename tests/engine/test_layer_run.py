@@ -19,6 +19,7 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.engine.worker_rules import grid_of, step_plan
 from adjoint.stack import StackCall
+from adjoint.stack.sharded_stack import ShardedStack
 from tests.cluster.threads import split
 from tests.model_helpers import assert_same, current_gradients, make_ids, make_model, random_from
 
@@ -141,7 +142,7 @@ def test_layer_shards_run_a_plain_loop_over_chunks(shards: int) -> None:
     """Forward chunk by chunk, then back; receives and sends stand at a chunk's ends."""
     chunks, spec = 11, EngineSpec(4)
     config, owners = adjoint.StackConfig(n_layer=shards), Owners.from_spans(split(shards, shards))
-    grid = grid_of(config, spec, 4 * chunks, owners)
+    grid = grid_of(ShardedStack(config), spec, 4 * chunks, owners)
     assert grid.stages == shards
     for w, program in enumerate(step_plan(spec, grid, owners).programs):
         expected: list[str] = []
@@ -163,5 +164,5 @@ def test_layer_shards_run_a_plain_loop_over_chunks(shards: int) -> None:
 def test_recurrent_layers_stay_stages_where_workers_share_a_sequence(mixer: Any, stages: int) -> None:
     """Their states cross between tiles, by any transport; keys and values are asked for within tiles."""
     config, owners = adjoint.StackConfig(n_layer=4, mixer=mixer), Owners.from_spans(split(4, 2), 2)
-    grid = grid_of(config, EngineSpec(4), 40, owners)
+    grid = grid_of(ShardedStack(config), EngineSpec(4), 40, owners)
     assert (grid.stages, grid.exchanges_within_tiles) == (stages, stages == 2)

@@ -17,7 +17,7 @@ import adjoint
 from adjoint.engine.budget import LiveBytes
 from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.recurrence import run_by_chunks
+from adjoint.stack.recurrence import run_by_chunks
 from tests.fuzz import recurrences
 from tests.fuzz.oracle import same
 

@@ -100,6 +100,7 @@ def draw_method(rng: random.Random, config: StackConfig, seqlen: int) -> Case:
         return {"name": "Backprop", "checkpoint": True}
     if kind < 0.6:
         keep = some(rng, 0.5, {"keep": lambda: rng.choice(KEEP)})
+        keep |= some(rng, 0.3, {"segment_layers": lambda: rng.randint(1, 3)})
         storage = {
             "memory": lambda: rng.choice((1, "20KB", "300KB", "1GB")),
             "checkpoints": lambda: rng.choice((1, 2, 3, 5, 8, 40)),

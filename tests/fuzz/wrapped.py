@@ -86,6 +86,7 @@ def draw_method(rng: random.Random, case: Case) -> Case:
     size = some(rng, 0.9, {"chunk_size": lambda: rng.randint(1, seqlen + 2)})
     if kind < 0.65:
         keep = some(rng, 0.2, {"keep": lambda: rng.choice(("inputs", "offload"))})
+        keep |= some(rng, 0.2, {"segment_layers": lambda: rng.randint(1, 3)})
         storage = {
             "memory": lambda: rng.choice((1, "200KB", "1GB")),
             "checkpoints": lambda: rng.choice((1, 2, 3, 5, 20)),

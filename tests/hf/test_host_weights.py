@@ -23,7 +23,7 @@ from adjoint.engine.executor import Executor
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
 from adjoint.plan.host_traffic import link_bytes
-from adjoint.plan.planned_pretrained import outlined
+from adjoint.plan.outline import outlined
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Setup
 from adjoint.train import language_model as train_model

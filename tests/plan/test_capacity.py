@@ -19,6 +19,7 @@ from adjoint.errors import UserError
 from adjoint.plan.capacity import Fit
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Machine, Setup, needs
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.layout import Layout
 
@@ -106,16 +107,18 @@ def test_a_group_refuses_a_slice_too_small_for_its_shard() -> None:
     method, ids = Exact(chunk_size=512), (1, 8192)
     found = [look("a", gpu(10e6)), look("a", gpu(10e6, 1))]
     with pytest.raises(UserError, match=r"cluster.shards: shard .* its device has 9\.54 MiB.*what fits"):
-        make_specs(MODEL, TrainingConfig(), method, Layout(2), found, ids)
+        make_specs(ShardedStack(MODEL), TrainingConfig(), method, Layout(2), found, ids)
     roomy = [look("a", gpu(4e9)), look("a", gpu(4e9, 1))]
-    _, spans, _ = make_specs(MODEL, TrainingConfig(), method, Layout(2), roomy, ids)
+    _, spans, _ = make_specs(ShardedStack(MODEL), TrainingConfig(), method, Layout(2), roomy, ids)
     assert spans == tuple(HALVES)
 
 
 def test_a_group_lets_the_margin_go_where_only_that_is_missing() -> None:
     need = max(totals(setup_of(2, machine=Machine("cuda", reserve=False)), HALVES))
     found = [look("a", gpu(1.02 * need)), look("a", gpu(1.02 * need, 1))]
-    _, spans, _ = make_specs(MODEL, TrainingConfig(), Exact(chunk_size=512), Layout(2), found, (1, 8192))
+    _, spans, _ = make_specs(
+        ShardedStack(MODEL), TrainingConfig(), Exact(chunk_size=512), Layout(2), found, (1, 8192)
+    )
     assert spans == tuple(HALVES)
 
 
@@ -134,7 +137,7 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
     monkeypatch.setattr(cluster_training, "Group", group)
     trainer: Any = object.__new__(cluster_training.ShardedTrainer)
     trainer.config = load_config(["--cluster.shards", "2", *flags.split()])
-    trainer.whole = cluster_training.ModelSummary(None, 0, [])
+    trainer.whole = trainer.weights = None
     trainer.method, trainer.failures, trainer.preemptions = None, 0, 0
     trainer.folder = Mock(path=tmp_path)
     with pytest.raises(InterruptedError):
@@ -142,7 +145,7 @@ def test_cpus_that_are_given_are_the_threads_of_a_shard(
     _, training, _, cluster, *_ = group.call_args.args
     assert resources(training.device, cluster.cpus).cpus == cpus
     found = [look(node, None) | {"cores": 3} for node in "aab"]
-    specs = make_specs(MODEL, training, Exact(chunk_size=512), Layout(3), found)[2]
+    specs = make_specs(ShardedStack(MODEL), training, Exact(chunk_size=512), Layout(3), found)[2]
     assert [spec.threads for spec in specs] == threads
 
 
@@ -151,17 +154,19 @@ def test_shards_on_cpus_are_refused_only_where_their_node_is_too_small() -> None
     both = sum(totals(setup_of(2), HALVES))
     small = int(0.75 * both)
     apart = [look("a", None, small), look("b", None, small)]
-    assert make_specs(MODEL, training, method, Layout(2), apart, ids)[1] == tuple(HALVES)
+    assert make_specs(ShardedStack(MODEL), training, method, Layout(2), apart, ids)[1] == tuple(HALVES)
     together = [look("a", None, small), look("a", None, small)]
     with pytest.raises(UserError, match=r"2 shards on a node of [\d.]+ [MG]iB need"):
-        make_specs(MODEL, training, method, Layout(2), together, ids)
-    assert make_specs(MODEL, training, method, Layout(2), together)[1] == tuple(HALVES)  # nothing to count
+        make_specs(ShardedStack(MODEL), training, method, Layout(2), together, ids)
+    assert make_specs(ShardedStack(MODEL), training, method, Layout(2), together)[1] == tuple(
+        HALVES
+    )  # nothing to count
 
 
 def test_workers_in_turn_each_take_their_memory() -> None:
     layout = Layout(sequence=2)
     each = totals(setup_of(1, layout=layout), [range(0, 6)])[0]
-    given = MODEL, TrainingConfig(), Exact(512), layout
+    given = ShardedStack(MODEL), TrainingConfig(), Exact(512), layout
     assert make_specs(*given, [look("a", None, int(2.1 * each))] * 2, (1, 8192))[1] == (range(0, 6),)
     with pytest.raises(UserError, match=r"2 shards on a node of [\d.]+ [MG]iB need"):
         make_specs(*given, [look("a", None, int(1.9 * each))] * 2, (1, 8192))

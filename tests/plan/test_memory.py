@@ -25,6 +25,7 @@ from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.plan.stage_memory import Conditions, counting, fake_tensors
 from adjoint.stack import StackCall
+from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from tests.training_helpers import metrics, tiny
@@ -58,7 +59,7 @@ def test_memory_is_what_the_method_takes(mixer: str, method: Any) -> None:
         stack, ids = Stack(config, 0), torch.zeros(2, 2048, dtype=torch.long)
         states, targets = stack.initial_state(2), shift_labels(ids)
         if isinstance(method, Backprop):
-            y, _ = stack._hidden(ids, states, None, method.checkpoint)
+            y, _ = stack.run_layers(ids, states, None, method.checkpoint)
             stack.head_loss(y, targets).backward()
         else:
             batch = Batch(ids, targets, states=stack.stage_states(states))
@@ -105,7 +106,9 @@ def test_memory_of_a_shard_in_the_middle(method: Any, sequence: int) -> None:
     config = StackConfig(vocab_size=64, d_model=64, n_layer=6, tie_embeddings=False)
     spans, seqlen, layout = (range(0, 2), range(2, 4), range(4, 6)), 2048 * sequence, Layout(3, sequence)
     parts = needs(Setup(model_of(config), method, 1, seqlen, layout), spans)[1].parts
-    shard: Any = PipelineWorker(ShardSpec(config, TrainingConfig(), method, layout, spans, sequence), Zeros())
+    shard: Any = PipelineWorker(
+        ShardSpec(ShardedStack(config), TrainingConfig(), method, layout, spans, sequence), Zeros()
+    )
     adjoint_scale = ((1.0,) * (seqlen // 512),) * 6 if getattr(method, "unbiased", False) else ()
     with LiveBytes() as live:
         shard.accumulate(
@@ -209,7 +212,9 @@ def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytes
 
     assert planned() == default_chunk_size(Stack(config), ids)
     layout = Layout(sequence=4)  # workers in turn have two chunks each
-    shard: Any = PipelineWorker(ShardSpec(config, TrainingConfig(), Exact(), layout, (range(1),), 0), Zeros())
+    shard: Any = PipelineWorker(
+        ShardSpec(ShardedStack(config), TrainingConfig(), Exact(), layout, (range(1),), 0), Zeros()
+    )
     setup = Setup(model, Exact(), batch, 1024, layout)
     assert setup.spec.chunk_size == shard.chunk_size(batch, 1024) <= 128
     there: Any = SimpleNamespace(shape=ids.shape, device=torch.device("cuda"), is_cuda=True)

@@ -494,7 +494,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def outlined(folder: str) -> Any:
-    from adjoint.plan.planned_pretrained import outlined
+    from adjoint.plan.outline import outlined
 
     return outlined(folder)
 

@@ -91,7 +91,7 @@ def test_a_host_needs_as_long_for_short_chunks_as_for_long_ones() -> None:
 
 def test_a_pretrained_layer_has_the_operations_of_its_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from adjoint.plan.planned_pretrained import outlined
+    from adjoint.plan.outline import outlined
 
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

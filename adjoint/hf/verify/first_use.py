@@ -62,7 +62,6 @@ from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import StageParts, find_slots
 from adjoint.hf.transformers_api import FALLBACK_LOGGER, install_output_hooks
-from adjoint.hf.verify.idle_adapters import warn_of_idle_adapters
 from adjoint.hf.verify.loss_trial import refuse_loss_of_own_forward
 from adjoint.hf.verify.trial_copy import (
     SHORT_WINDOW,
@@ -79,6 +78,7 @@ from adjoint.hf.verify.trials import (
     refuse_left_padding,
     reproduces_padding,
     warn_if_documents_mix,
+    warn_of_idle_adapters,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
 from adjoint.kernels.precision import full_float32

@@ -135,7 +135,9 @@ def rms_norm(
         wide = narrow = torch.promote_types(wide, accumulate_dtype(residual.dtype))
         stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
-    y, s, _ = _rms_norm(x.to(narrow), weight.to(wide), gate, stream, eps, group_size, narrow, dtype, backend)
+    if backend != "triton" or weight.dtype != narrow:  # its kernels widen a weight while they read it
+        weight = weight.to(wide)
+    y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, eps, group_size, narrow, dtype, backend)
     return y if residual is None else (y, s.to(residual.dtype))
 
 

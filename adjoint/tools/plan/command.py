@@ -115,7 +115,7 @@ def request_of(flags: argparse.Namespace, config: Config) -> Request:
         precision = "bfloat16" if flags.kind == "cuda" else "float32"
     model: Any = config.model
     if config.model.from_pretrained is not None:
-        from adjoint.plan.planned_pretrained import outlined
+        from adjoint.plan.outline import outlined
         from adjoint.train.pretrained import configuration
 
         if config.model.lora is not None:

@@ -17,13 +17,13 @@ from torch.autograd.graph import save_on_cpu
 from adjoint.engine import tile
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.recurrence import HostInputs, RecurrenceSetting, run_by_chunks
 from adjoint.engine.stage import Layer
 from adjoint.engine.storage import stores_on_host
 from adjoint.errors import UserError
 from adjoint.kernels.checks import is_untouched
 from adjoint.layers import Block, State
 from adjoint.layers.bidirectional_mixer import BidirectionalMixer, initial_state_of
+from adjoint.stack.recurrence import HostInputs, RecurrenceSetting, run_by_chunks
 
 
 def block_by_chunks(block: Block, y: Tensor, seq_idx: Tensor | None, spec: EngineSpec) -> Tensor:

@@ -1,83 +1,82 @@
-"""Transformers models in shards: a span of layers each, whose cache is the state."""
+"""Descriptions of transformers models from the files of their folders, for planners and layer shards."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from adjoint.checkpoint import StoredTensors
-from adjoint.cluster.shard import PipelineWorker
-from adjoint.engine.chunk_size import memory_of
-from adjoint.engine.grid import EngineSpec
-from adjoint.engine.stage import Stage
 from adjoint.errors import UserError
+from adjoint.hf.kernels.replacements import rebound_functions
 from adjoint.hf.model_parts import PassThrough, backbone_of
-from adjoint.hf.split import Pretrained, verify_description
-from adjoint.hf.transformers_api import loads_unchanged
+from adjoint.hf.split import Pretrained, describe, verify_description
+from adjoint.hf.transformers_api import expert_functions, loads_unchanged
 from adjoint.hf.verify.trial_copy import duplicate_layers
-from adjoint.layers import State
-from adjoint.layers.init import drawn_from
 from adjoint.methods import Method, check_wrapped_method
-from adjoint.plan.planned_pretrained import outlined
-from adjoint.plan.stage_memory import Uncountable
+from adjoint.plan.stage_memory import Uncountable, fake_tensors
 from adjoint.train.pretrained import KEY, configuration, damaged_weights
 
 
-class PretrainedPipelineWorker(PipelineWorker):
-    """A `PipelineWorker` whose `spec.model` is a `Pretrained`, with weights from a checkpoint."""
+def outlined(directory: str, trust_remote_code: bool = False) -> Pretrained:
+    """Describe the causal LM of a folder's config.json: its layers, states and costs.
 
-    def _make_part(self, drawn: bool) -> PreTrainedModel:
-        span = self.spec.spans[self.spec.shard]
-        self.found = pretrained = self.spec.model.in_precision(self.spec.precision)
-        self.embedding_name, self.head_name = pretrained.embedding, pretrained.head
-        self.costs = tuple(sum(pretrained.costs[k] for k in s) for s in self.spec.spans)
-        dtype = self.spec.dtype
-        span_model = pretrained.make_part(pretrained.make_empty_model(), span)
-        for module in span_model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    storage = torch.empty_like(parameter, device=self.device, dtype=dtype)
-                    setattr(module, name, torch.nn.Parameter(storage, parameter.requires_grad))
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    buffer_dtype = dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self.device, buffer_dtype)
-        for name, buffer in span_model.named_buffers():  # those of the model that was examined, to the bit
-            if name in pretrained.buffers:
-                buffer.copy_(pretrained.buffers[name])
-        if pretrained.tie_embeddings and self.is_first and self.is_last:
-            span_model.get_output_embeddings().weight = span_model.get_input_embeddings().weight
-        return span_model.train()
+    The embeddings' multiplier is left at 1: memory does not depend on it.
 
-    def _stages(self, engine_spec: EngineSpec) -> list[Stage | None]:
-        self.part.train(torch.is_grad_enabled())  # it may have dropout
-        stages: list[Stage | None] = [None] * self.shards
-        recompute = self.spec.method.storage.recompute
-        span = self.spec.spans[self.spec.shard]
-        stages[self.spec.shard] = self.found.make_stage(self.part, span, recompute)
-        return stages
+    Raises:
+        UserError: transformers has no causal LM for the configuration, its layers cannot be divided, or its
+            code does not run on fake tensors.
+    """
+    config = configuration(directory, trust_remote_code)
+    kind: type[PreTrainedModel] | None = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise UserError(
+            f"{KEY}: {directory}: transformers has no causal LM for a {type(config).__name__}; a model with "
+            "code of its own trains in one process or under torchrun, and is not planned"
+        )
+    try:
+        with fake_tensors(torch.float32) as mode, countable(kind), mode:
+            model = kind(copy.deepcopy(config))
+            return describe(model, torch.zeros(1, 13, dtype=torch.int64))
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{KEY}: {directory}: {' '.join(str(error).split())}") from None
 
-    def _states(self, rows: int, states: list[State] | None = None) -> list[State]:
-        return [self.found.initial_states(span, rows, self.device) for span in self.spec.spans]
 
-    def drawing(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return drawn_from(self.spec.training.seed, number, self.spec.rank)
+@contextlib.contextmanager
+def countable(kind: type[PreTrainedModel]) -> Iterator[None]:
+    """Turn errors of fake tensors into one line that names the class."""
+    from torch._subclasses import fake_tensor
 
-    def _spec(self, seqlen: int, chunk_size: int) -> EngineSpec:
-        return self.spec.method.engine_spec(seqlen, chunk_size, (0,))
-
-    def chunk_size(self, batch: int, seqlen: int) -> int:
-        element = 2 if self.spec.precision == "bfloat16" else self.spec.dtype.itemsize
-        device, method = self.device, self.spec.method
-        on = device.type, memory_of(device)
-        picked = self.found.chunk_size(batch, seqlen, element, *on, method.storage.checkpoints)
-        size = self.spec.layout.at_most(picked, seqlen)
-        return method.engine_spec(seqlen, size, (0,)).chunk_size
+    logger = logging.getLogger(fake_tensor.__name__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    # PyTorch's grouped product of matrices says its shape for bfloat16 alone
+    functions = expert_functions()
+    other = {name: lambda *_: False for name in ("_can_use_grouped_mm",) if name in functions}
+    try:
+        with rebound_functions([(functions, other)]):
+            yield
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        # a ValueError may come of a `Refused`, or of an operator's error inside the model's code
+        cause = error.__cause__ or error
+        if isinstance(error, ValueError) and not isinstance(cause, (RuntimeError, NotImplementedError)):
+            raise
+        why = " ".join(str(cause).split())[:120]
+        raise Uncountable(
+            f"{kind.__name__}: its memory cannot be counted without running it ({why}); train a few steps "
+            "and read peak_memory_bytes in metrics.jsonl"
+        ) from None
+    finally:
+        logger.setLevel(level)
 
 
 # Of what safetensors files call their dtypes, those that loading in float32 does not change.

@@ -1,0 +1,191 @@
+"""Segments of layers, of a `Stack` and of a wrapped model: gradients of backpropagation, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adjoint
+from adjoint import Exact
+from adjoint.engine.chunk_size import SHARE_OF_CHECKPOINTING, Sizes, chunk_size_for, segments_for
+from adjoint.engine.executor import Executor
+from adjoint.engine.step import ChunkedStep
+from adjoint.errors import UserError
+from tests.both_kinds import ModelOfEitherKind
+from tests.fuzz.oracle import same
+from tests.hf.hf_models import make
+from tests.model_helpers import make_model
+
+MIXED = ["mamba2", "attention", "mamba", "gated_deltanet", "mamba"]
+STACK = {"mixer": MIXED, "n_layer": 5, "tie_embeddings": True}
+BAMBA, LLAMA, MAMBA = "BambaForCausalLM", "LlamaForCausalLM", "MambaForCausalLM"
+WRAPPED = [BAMBA, LLAMA, MAMBA, "Qwen3NextForCausalLM", "GraniteForCausalLM", "Gemma3ForCausalLM"]
+LENGTHS = (1, 2, 5)
+
+
+def model_of(name: str, **options: Any) -> ModelOfEitherKind:
+    if name == "stack":
+        return ModelOfEitherKind(name, make_model("mamba2", **STACK, **options))
+    return ModelOfEitherKind(name, **options)
+
+
+def stages_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of stages of each executor that runs."""
+    numbers: list[int] = []
+    make_executor = ChunkedStep._make_executor
+
+    def noted(self: ChunkedStep, *args: Any) -> None:
+        numbers.append(len(self.stages))
+        make_executor(self, *args)
+
+    monkeypatch.setattr(ChunkedStep, "_make_executor", noted)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "name", ["stack", BAMBA, *(pytest.param(n, marks=pytest.mark.slow) for n in WRAPPED[1:])]
+)
+def test_gradients_by_segments_are_those_of_backpropagation(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, numbers = model_of(name), stages_in(monkeypatch)
+    layers = 5 if name == "stack" else model.model.config.get_text_config().num_hidden_layers
+    for rows, seqlen, seed in ((2, 61, 0), (1, 24, 1)):
+        ids = torch.randint(0, 17, (rows, seqlen), generator=torch.Generator().manual_seed(seed))
+        inputs = model.inputs(ids, ids.clone().masked_fill(ids % 5 == 0, -100))
+        expected = model.results(None, inputs)
+        for length in LENGTHS:
+            same(model.results(Exact(8, segment_layers=length), inputs), expected)
+            embedding = name == "stack" and length == 1  # a stage of its own, as with keep="inputs"
+            assert numbers[-1] == (-(-layers // length) + 1 + embedding if length < layers else 1)
+
+
+@pytest.mark.parametrize("name", ["stack", BAMBA])
+def test_segments_of_documents_of_second_backwards_and_of_sums_of_gradients(name: str) -> None:
+    model = model_of(name)
+    ids = torch.randint(0, 17, (2, 47), generator=torch.Generator().manual_seed(3))
+    documents = torch.arange(47).expand(2, -1) // 20
+    inputs = model.inputs(ids, ids, documents)
+    # Bamba's own attention does not keep documents apart
+    reference = None if name == "stack" else Exact(64, share_prefixes=False)
+    expected = model.results(reference, inputs)
+    method = Exact(8, segment_layers=2, share_prefixes=False)
+    same(model.results(method, inputs), expected)
+    model.model.zero_grad()
+    with model.double():
+        loss = model.call(method, inputs).loss
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        model.call(method, inputs).loss.backward()
+    gradients = {n: p.grad / 4 for n, p in model.model.named_parameters() if p.grad is not None}
+    same(gradients | {"loss": loss.detach()}, expected)
+
+
+def test_a_state_carried_over_segments_has_its_gradient() -> None:
+    stack = make_model("mamba2", mixer=["mamba2", "mamba", "mamba2"], n_layer=3)
+    ids = torch.randint(0, 17, (2, 40))
+    results = []
+    for method in (adjoint.Backprop(), Exact(7, segment_layers=2)):
+        stack.zero_grad()
+        first = stack(ids[:, :19], labels=ids[:, :19], method=method, return_state=True)
+        second = stack(ids[:, 19:], labels=ids[:, 19:], method=method, state=first.state)
+        (first.loss + second.loss).backward()
+        results.append({n: p.grad.clone() for n, p in stack.named_parameters()})
+    same(*results)
+
+
+def test_random_numbers_of_segments_are_those_of_the_whole() -> None:
+    losses, gradients = [], []
+    for method in (Exact(8), Exact(8, segment_layers=1)):
+        model = make(LLAMA, attention_dropout=0.3).double().train()
+        adjoint.wrap(model, method)
+        ids = torch.randint(3, 40, (2, 30), generator=torch.Generator().manual_seed(0))
+        model(input_ids=ids, labels=ids)  # first use
+        torch.manual_seed(5)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    assert losses[0] == losses[1]
+    same(*gradients)
+
+
+def test_a_model_whose_backbone_has_hooks_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the final norm, which would run in every segment."""
+    model, calls = model_of(LLAMA), []
+    model.model.model.norm.register_forward_hook(lambda *_: calls.append(1))
+    ids = torch.randint(0, 17, (1, 20))
+    expected = model.results(None, model.inputs(ids, ids))
+    numbers = stages_in(monkeypatch)
+    same(model.results(Exact(5, segment_layers=1), model.inputs(ids, ids)), expected)
+    assert numbers[-1] == 1
+
+
+def test_an_interrupted_backward_that_has_freed_its_inputs_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stack, backward = make_model("mamba2", n_layer=3), Executor.backward
+    ids, tiles = torch.randint(0, 17, (1, 40)), iter(range(100))
+
+    def interrupted(self: Executor, tile: Any) -> None:
+        if next(tiles) == 12:
+            raise KeyboardInterrupt
+        backward(self, tile)
+
+    loss = stack(ids, labels=ids, method=Exact(8, segment_layers=1)).loss
+    monkeypatch.setattr(Executor, "backward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    with pytest.raises(UserError, match="run the forward again"):
+        loss.backward()
+
+
+def test_inputs_keys_and_sums_of_a_finished_segment_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = make_model("mamba2", **STACK | {"tie_embeddings": False}).bfloat16()
+    ids, end, dtypes = torch.randint(0, 17, (1, 64)), Executor._end_stage, []
+
+    def noted(self: Executor, k: int) -> None:
+        end(self, k)
+        if self.scale is None:  # the head, in the forward
+            return
+        last = self.grid.chunks - 1  # its tape was kept, and its input for a second backward
+        assert not any(key[0] == "y" and key[1] >= k - 1 and key[2] < last for key in self.store)
+        assert all(slab.cotangents is None for slab in self.slabs.get(k, ()))
+        dtypes.append({self.gradients.sums[p].dtype for p in self.stage(k).parameters()})
+
+    monkeypatch.setattr(Executor, "_end_stage", noted)
+    stack(ids, labels=ids, method=Exact(16, segment_layers=2)).loss.backward()
+    assert dtypes == [{torch.bfloat16}] * 3
+
+
+# ------------------------------------------------------------------------------------------ what is picked
+
+BAMBA_LIKE = Sizes(1.0e6, states=8e6, width=1536, layers=12, stream=3072)
+
+
+@pytest.mark.parametrize("seqlen", [2**k for k in range(13, 19)])
+def test_picked_segments_take_less_than_gradient_checkpointing(seqlen: int) -> None:
+    sizes, H100 = BAMBA_LIKE, 80e9
+    picked = segments_for(sizes, 1, seqlen, "cuda", H100)
+    assert picked is not None
+    inputs, tape = sizes.layers * seqlen * sizes.stream, sizes.bytes_per_token / sizes.layers
+    needed = inputs / picked.layers + picked.layers * picked.chunk_size * tape
+    assert needed <= SHARE_OF_CHECKPOINTING * (inputs + seqlen * tape)
+    assert needed <= chunk_size_for(sizes, 1, seqlen, "cuda", H100) * sizes.bytes_per_token
+
+
+def test_one_segment_is_better_on_a_cpu_for_short_batches_and_for_very_long_sequences() -> None:
+    assert segments_for(BAMBA_LIKE, 1, 2**15, "cpu") is None
+    assert segments_for(BAMBA_LIKE, 1, 256, "cuda", 80e9) is None
+    assert segments_for(BAMBA_LIKE, 1, 2**24, "cuda", 80e9) is None
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_a_wrong_number_of_layers_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="segment_layers must be a whole number of layers"):
+        Exact(segment_layers=value)
+    for other in ({"memory": "1GB"}, {"checkpoints": 3}):
+        with pytest.raises(ValueError, match=f"which {next(iter(other))} does not count"):
+            Exact(segment_layers=2, **other)
