@@ -156,14 +156,9 @@ def _values_of_chunk(
     Args:
         hidden: (batch, tokens, hidden_size). targets: (batch, tokens), shifted.
     """
-    is_counted = (targets != IGNORE_INDEX).index_put_(
-        (torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)), torch.tensor(True)
-    )
-    chosen, labels = hidden[is_counted], targets[is_counted].clamp(min=0)
-    values = _values_of_tokens(model, chosen, labels, request)
-    values = values * (targets[is_counted] != IGNORE_INDEX).unsqueeze(1)
-    zeros = values.new_zeros(*targets.shape, len(request.names))
-    return zeros.masked_scatter(is_counted.unsqueeze(-1), values)
+    labels = targets.clamp(min=0).flatten()  # of all tokens: to choose some, the host would wait for a device
+    values = _values_of_tokens(model, hidden.flatten(0, 1), labels, request).unflatten(0, targets.shape)
+    return values.masked_fill((targets == IGNORE_INDEX).unsqueeze(-1), 0)
 
 
 def _values_of_tokens(
