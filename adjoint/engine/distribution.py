@@ -131,6 +131,14 @@ class Distribution:
         assert total is not None
         return total, final
 
+    def joined(self, values: Tensor) -> Tensor:
+        """Return a tensor with a value per token, (batch, seqlen, …), with the values of all workers' chunks.
+
+        Args:
+            values: those of this worker's; 0 where it has no chunk.
+        """
+        return values
+
     def check_same_scale(self, d_loss: Tensor | None) -> None:
         """Raise a UserError if the workers' losses are multiplied by different factors."""
 

@@ -98,13 +98,14 @@ def hidden_by_chunks(
     """Run a step's forward; return all hidden states and the final states, differentiable.
 
     Args:
-        step: whose last stage is `collect`.
+        step: whose last stage is `collect`; if workers share its sequence, one that begins with zeros.
         collect: stores the hidden states of all tokens.
         return_final_kv: as in `ChunkedStep.forward`.
     """
     _, final = step.forward(return_final_kv=return_final_kv)
     assert collect.hidden is not None
-    shape, zero = collect.hidden.shape, collect.hidden.new_zeros(())
+    collected = step.distribution.joined(collect.hidden)
+    shape, zero = collected.shape, collected.new_zeros(())
 
     def backward(
         cotangent: Tensor | None, *d_final: Tensor | None
@@ -113,5 +114,5 @@ def hidden_by_chunks(
         collect.cotangent = zero.expand(shape) if cotangent is None else cotangent
         return step.backward(None, d_final)
 
-    hidden, *state = step.differentiable([collect.hidden.detach(), *final], backward)
+    hidden, *state = step.differentiable([collected.detach(), *final], backward)
     return HiddenResult(hidden, grouped(step.model_states, state), step.slabs)

@@ -5,8 +5,10 @@ A call is validated here and handed to `engine.runner`, to `MiniSequence`, or to
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import operator
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import SupportsIndex
@@ -59,6 +61,7 @@ from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens
 from adjoint.hf.snapshot import WRAPS, Snapshot
 from adjoint.hf.stage import CausalLM
+from adjoint.hf.token_values import token_values
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.verify.first_use import (
     Verification,
@@ -123,8 +126,19 @@ def unwrapped_class(cls: type) -> type:
     return rest.get("_adjoint_original") or type(cls.__name__, bases, rest)
 
 
+def accelerate_hooks() -> types.ModuleType | None:
+    """Return `hf.parallelism_config`, by which accelerate shares sequences from now on; None without it."""
+    if importlib.util.find_spec("accelerate") is None:  # transformers imports it where it is installed
+        return None
+    from adjoint.hf import parallelism_config
+
+    parallelism_config.install()
+    return parallelism_config
+
+
 def new_instance(cls: type[nn.Module], forward_function: EntryForward) -> nn.Module:
     """Return an empty instance of a wrapped class, for pickle and deepcopy to fill."""
+    accelerate_hooks()  # in a process that has wrapped nothing itself
     wrapped = wrapped_class(cls, forward_function)
     return wrapped.__new__(wrapped)
 
@@ -150,6 +164,8 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
             with calling_original_forwards(self):
                 return call.run_original()
         check.refuse_transforms(self)
+        if wrap_state.values_asked is not None:
+            return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
         call, logits = _without_unread_count(call), None
         if wrap_state.group is None and call.logits_index is None and defers_logits():
             logits = LogitsOfCall(call, _hidden_for_logits)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.engine.executor import RECOMPUTE_RTOL
+from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
-from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
@@ -27,8 +25,8 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
-from adjoint.hf.wrap_state import wrap_state_or_original
-from adjoint.kernels.checks import differentiable_once
+from adjoint.hf.two_passes import refuse_other_values, two_passes
+from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, WrapState, wrap_state_or_original
 from adjoint.parallel.access import weights_type
 
 _REMEDY = "call it under torch.no_grad(), or give the causal LM labels, whose loss works"
@@ -53,6 +51,9 @@ def logprobs_of_model(
     inputs: dict[str, object] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
+    if _is_shared(wrap_state):
+        request = ValueRequest((LOG_PROBS,), temperature)
+        return _values_of_ranks(model, wrap_state, inputs, counted, request)[:, 0]
 
     def of_hidden(hidden: Tensor) -> Tensor:
         with wrap_state.lock:
@@ -70,7 +71,7 @@ def logprobs_of_model(
             weights[:, 1:][counted[:, 1:]] = cotangents
             with torch.enable_grad(), wrap_state.lock, randomness.again(before):
                 loss = weighted_logprobs(lm, inputs, weights, temperature)
-            _refuse_other_values(loss.detach(), values * cotangents)
+            refuse_other_values(loss.detach(), values * cotangents)
             loss.backward()
 
         return two_passes(values, second_pass)
@@ -85,8 +86,13 @@ def logprobs_and_entropies(
 
     They have no gradients. Arguments as `logprobs_of_model` has them."""
     lm = causal_lm_of(model, "token_logprobs")
-    labels, lock = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm).lock
+    labels, wrap_state = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    lock = wrap_state.lock
+    if _is_shared(wrap_state):
+        request = ValueRequest((LOG_PROBS, "entropy"), temperature)
+        with torch.no_grad():
+            return _values_of_ranks(model, wrap_state, inputs, counted, request).T
 
     def of_hidden(hidden: Tensor) -> Tensor:
         with lock:
@@ -113,6 +119,27 @@ def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, call
     refuse_unreachable_head(lm, caller)
     with wrap_state_or_original(lm).lock, fetched(lm.get_output_embeddings()):
         return summed_loss(lm, hidden, targets)
+
+
+def _is_shared(wrap_state: WrapState) -> bool:
+    """Whether ranks share the model's sequences, so that none has their hidden states."""
+    is_own = wrap_state.uses_original_forward or not wrap_state.method.has_chunks
+    return wrap_state.group is not None and not is_own
+
+
+def _values_of_ranks(
+    model: nn.Module,
+    wrap_state: WrapState,
+    inputs: dict[str, object],
+    counted: Tensor,
+    request: ValueRequest,
+) -> Tensor:
+    """Return values (tokens, values) of the counted tokens, of a model whose sequences ranks share."""
+    ids = inputs["input_ids"]
+    assert isinstance(ids, Tensor)
+    with wrap_state.asking(request):
+        values: Tensor = model(**inputs, labels=ids.masked_fill(~counted, IGNORE_INDEX)).last_hidden_state
+    return values[:, :-1][counted[:, 1:]]
 
 
 def _takes_two_passes(model: nn.Module, lm: PreTrainedModel) -> bool:
@@ -213,68 +240,6 @@ def causal_lm_of(model: nn.Module, caller: str, others: str = "") -> PreTrainedM
             "model without a language-model head gives no probabilities"
         )
     return lm
-
-
-def two_passes(values: Tensor, second_pass: Callable[[Tensor], None]) -> Tensor:
-    """Return values whose gradient takes a second pass, when their cotangents are known.
-
-    Args:
-        second_pass: gets the cotangents and adds gradients to parameters. It runs at the end of the backward,
-            as FSDP's hooks do not work inside of one.
-    """
-    kind, anchor = values.device.type, torch.zeros((), requires_grad=True)
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def run(cotangents: Tensor) -> None:
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            second_pass(cotangents)
-
-    result: Tensor = _TwoPasses.apply(values, anchor, run)
-    return result
-
-
-class _TwoPassesContext(Protocol):
-    """The values that `_TwoPasses` keeps from its forward for its backward."""
-
-    second_pass: Callable[[Tensor], None]
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
-class _TwoPasses(torch.autograd.Function):
-    """The node of `two_passes`."""
-
-    @staticmethod
-    def forward(
-        ctx: _TwoPassesContext, values: Tensor, anchor: Tensor, second_pass: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.second_pass = second_pass
-        ctx.save_for_backward(anchor)  # so that torch refuses a second backward through a graph that is freed
-        return values.clone()
-
-    @staticmethod
-    @differentiable_once("token_logprobs")
-    def backward(ctx: _TwoPassesContext, cotangents: Tensor) -> tuple[None, None, None]:
-        _, second_pass = ctx.saved_tensors, ctx.second_pass
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: second_pass(cotangents))
-        return None, None, None
-
-
-def _refuse_other_values(loss: Tensor, terms: Tensor) -> None:
-    """Raise ChunkChangedError if the second pass has other log-probabilities than the first.
-
-    Args:
-        loss: the second pass's sum of `terms`.
-    """
-    dtype = torch.bfloat16 if torch.is_autocast_enabled(terms.device.type) else terms.dtype
-    size = terms.abs().sum()
-    if bool((loss - terms.sum()).abs() > max(RECOMPUTE_RTOL[dtype], 1e-4) * size):
-        raise ChunkChangedError(
-            f"the weighted log-probabilities summed to {float(terms.sum()):.6g} in the forward and to "
-            f"{float(loss):.6g} when they were computed again for the backward: weights or settings of the "
-            "model have changed in between"
-        )
 
 
 def refuse_unreachable_head(lm: PreTrainedModel, caller: str) -> None:

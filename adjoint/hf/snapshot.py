@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
 from adjoint.hf.model_parts import MISSING, override_attribute
+from adjoint.parallel.agreement import SAVED_ATTRIBUTES
 from adjoint.parallel.zero import BOOKKEEPING, PARTITIONED
 
 SettingsHolder: TypeAlias = nn.Module | PreTrainedConfig
@@ -137,8 +138,9 @@ def comparable_settings(holders: Mapping[str, SettingsHolder]) -> dict[str, dict
     settings = {}
     for holder_name, holder in holders.items():
         values = settings[holder_name] = dict[str, object]()
+        ignored = IGNORED_ATTRIBUTES if isinstance(holder, nn.Module) else SAVED_ATTRIBUTES
         for name, value in vars(holder).items():
-            if name not in IGNORED_ATTRIBUTES:
+            if name not in ignored:
                 value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES and value else value
                 kind = _value_kind(type(value))
                 is_plain_tuple = type(value) is tuple and PLAIN_TYPES.issuperset(map(type, value))

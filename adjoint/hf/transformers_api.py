@@ -176,6 +176,8 @@ def keeps_states_on_modules(config: PreTrainedConfig) -> bool:
 
 # Before 5.14 a layer had a single state, with which mixers began calls of one token alone.
 BEGINS_WITH_STATES = RELEASE >= (5, 14)
+# Before 5.10 the Trainer multiplies a loss by the number of all processes, also of those with the same rows.
+SCALES_BY_ALL_PROCESSES = RELEASE < (5, 10)
 
 
 # -------------------------------------------------------------------------------------------------- functions

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from adjoint.errors import UserError
 from adjoint.hf.forwards import (
     EntryForward,
+    accelerate_hooks,
     backbone_forward,
     lm_forward,
     new_instance,
@@ -75,13 +76,15 @@ def wrap(
         sequence_group: a `torch.distributed` process group, or a `DeviceMesh` of one dimension, whose ranks
             share each sequence: its chunks are dealt to them in turn, and keys and values stay on the rank
             that computed them. All ranks call with the same rows and labels; each gets the loss and gradients
-            of the whole sequence. A copy of the model has no group.
+            of the whole sequence. A copy of the model has no group. None: the ranks along accelerate's
+            `ParallelismConfig(cp_size=)`, if an Accelerator has one, now or when it prepares the model.
 
     Returns:
         The model.
 
     Raises:
-        UserError: sequence_group is no such group, or the method has no chunks.
+        UserError: sequence_group is no such group, or the method has no chunks; accelerate's configuration
+            has other ranks, or `sp_size`.
         ValueError: the model is none of transformers and contains none or several, its instance has its own
             forward, or the method is none of these. On first use: the gradient by chunks is not the model's
             own, with the reason where it is known.
@@ -102,9 +105,11 @@ def wrap(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
+    wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
+    if (hooks := accelerate_hooks()) is not None:
+        wrap_state.group = hooks.shared_group(wrap_state, hooks.configured_group())
     keep_trainable(model)
     sum_partial_gradients(model)
-    wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
     for module, forward in entries.items():
         module.__dict__["_adjoint"] = wrap_state
         if original_class(module) is type(module):

@@ -30,6 +30,24 @@ class OuterCall:
     cache: object = None
 
 
+LOG_PROBS = "log_probs"
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueRequest:
+    """A request for values of each token's prediction in the place of a loss.
+
+    Attributes:
+        names: of `token_values.VALUES`.
+        temperature: divides the logits.
+        in_float32: whether the head's product is in float32.
+    """
+
+    names: tuple[str, ...] = (LOG_PROBS,)
+    temperature: float = 1.0
+    in_float32: bool = False
+
+
 class WrapState:
     """State of a wrapped model: the `_adjoint` attribute of the causal LM and of its backbone, one object.
 
@@ -51,6 +69,7 @@ class WrapState:
             user's call, and returns beside its output.
         holdings: while a call runs, how the weights of the model and of its backbone are held, as far as it
             has been looked; None between calls.
+        values_asked: what a call with labels answers in the place of its loss, or None.
     """
 
     def __init__(
@@ -68,6 +87,7 @@ class WrapState:
         self.announced = False
         self.lm_call = OuterCall()
         self.holdings: dict[nn.Module, Holding] | None = None
+        self.values_asked: ValueRequest | None = None
 
     @contextlib.contextmanager
     def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:
@@ -98,6 +118,15 @@ class WrapState:
             yield self.lm_call
         finally:
             self.lm_call = before
+
+    @contextlib.contextmanager
+    def asking(self, request: ValueRequest) -> Iterator[None]:
+        """Let calls with labels answer a `ValueRequest`: values in the place of hidden states."""
+        before, self.values_asked = self.values_asked, request
+        try:
+            yield
+        finally:
+            self.values_asked = before
 
     def __reduce__(self) -> tuple[type[WrapState], tuple[Method]]:
         # For copy and pickle, which cannot take a lock, a weak reference or a process group.

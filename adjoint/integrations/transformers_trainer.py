@@ -8,6 +8,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from adjoint.errors import UserError
+from adjoint.hf import parallelism_config
 from adjoint.hf.wrap import entry_modules, wrap
 from adjoint.integrations.options import method_from_environment
 from adjoint.methods import Method
@@ -28,6 +29,7 @@ class AdjointCallback(TrainerCallback):
 
     def __init__(self, method: Method | None = None) -> None:
         self.method = method_from_environment() if method is None else method
+        parallelism_config.install()
 
     def models_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the models to wrap in what the Trainer trains."""

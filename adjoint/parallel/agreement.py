@@ -35,6 +35,10 @@ IGNORED_ATTRIBUTES = {
     *("_adjoint", "_adjoint_verified", "gradient_checkpointing", "_gradient_checkpointing_func"),
     *("_name_or_path", "name_or_path", "_commit_hash", "hf_device_map", "warnings_issued"),
 }
+# Attributes of a configuration that saving the model sets, on the rank that writes.
+SAVED_ATTRIBUTES = {"architectures", "dtype"}
+# Beginnings of the users' names for what a call has of its rows.
+NAMES_OF_ROWS = ("the number of rows", "the number of tokens", "input_ids")
 # Endings of names of attributes that say which part of split weights a rank has.
 SPLIT_ATTRIBUTES = (".num_embeddings", ".in_features", ".out_features", ".shard")
 COMPOSABLE_STATE = "__composable_api_state_key"  # begins names that fully_shard draws in each process
@@ -85,9 +89,10 @@ def different_models(subject: str, rank: int, name: str) -> str:
 
 def different_calls(subject: str, rank: int, name: str) -> str:
     """Return the message on a rank whose call differs from rank 0's in what the name says."""
+    remedy = ": shuffle alike on all ranks, with one seed" if name.startswith(NAMES_OF_ROWS) else ""
     return (
         f"{subject}: every rank must call with the same rows and method, but rank {rank} and rank 0 of the "
-        f"group differ in {name}"
+        f"group differ in {name}{remedy}"
     )
 
 
@@ -126,7 +131,10 @@ def describe_settings(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tupl
 def _describe_attributes(
     prefix: str, holder: object, configurations: set[int]
 ) -> Iterator[tuple[str, Hashable]]:
+    is_saved = not isinstance(holder, nn.Module)
     for name, value in vars(holder).items():
+        if is_saved and name in SAVED_ATTRIBUTES:
+            continue
         is_ignored = name in IGNORED_ATTRIBUTES or name.startswith(COMPOSABLE_STATE) or name.endswith("rank")
         if is_ignored or isinstance(value, Tensor):
             continue

@@ -590,6 +590,9 @@ class SequenceGroup(Distribution):
     ) -> Sequence[Tensor | None]:
         return summed(terms, zeros, self.transport, self.transport.ranks)
 
+    def joined(self, values: Tensor) -> Tensor:
+        return self.transport.all_reduce(values, self.transport.ranks)
+
     def check_same_scale(self, d_loss: Tensor | None) -> None:
         own_scale = torch.tensor([0.0 if d_loss is None else float(d_loss)], dtype=torch.float64)
         scales = torch.cat(self.transport.all_gather(own_scale, self.transport.ranks)).tolist()

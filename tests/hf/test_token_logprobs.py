@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # once, not in each rank
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 import adjoint.loss
+from adjoint.hf.logprobs import logprobs_and_entropies
+from adjoint.hf.model_parts import backbone_of, layers_of
 from tests.hf.hf_models import VOCAB, assert_exact, current_gradients, float64_throughout, make
 from tests.model_helpers import make_model
+from tests.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -190,3 +198,54 @@ def test_what_is_refused() -> None:
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(adjoint.errors.UserError, match="prompts that PEFT has learnt"):
         adjoint.token_logprobs(peft.get_peft_model(model, prompts), ids, mask)
+
+
+def shared_by_ranks(name: str, shards: int) -> None:
+    """Compare ranks that share sequences with one process; with `shards`, each a part of rows under FSDP2."""
+    ranks = dist.get_world_size() // shards
+    mesh = init_device_mesh("cpu", (shards, ranks), mesh_dim_names=("data", "sequence"))
+    ids, mask, weights = batch(2)
+    with float64_throughout():
+        model = make(name)
+        shared = adjoint.wrap(copy.deepcopy(model), adjoint.Exact(chunk_size=5), mesh["sequence"])
+        expected = by_trl(model(input_ids=ids).logits, ids, mask)
+        expected_gradients = weighted_gradients(model, expected, weights)
+        rows = slice(None)
+        if shards > 1:
+            for layer in layers_of(backbone_of(shared)).values():
+                fully_shard(layer, mesh=mesh["data"])
+            fully_shard(shared, mesh=mesh["data"])
+            rows = slice(mesh.get_local_rank("data"), mesh.get_local_rank("data") + 1)
+        logprobs = adjoint.token_logprobs(shared, ids[rows], mask[rows], TEMPERATURE)
+        torch.testing.assert_close(logprobs, expected[rows], rtol=1e-11, atol=1e-11)
+        loss, gradients = weighted_gradients(shared, logprobs, shards * weights[rows])
+        if shards > 1:
+            gradients = {n: g.full_tensor() for n, g in gradients.items()}
+            dist.all_reduce(loss, group=mesh.get_group("data"))
+            loss = loss / shards
+        assert_exact((loss, gradients), expected_gradients)
+        values = logprobs_and_entropies(
+            shared,
+            ids[rows],
+            mask[rows].bool() & (torch.arange(SEQLEN) > 0),
+            TEMPERATURE,
+            torch.ones_like(ids[rows]),
+        )
+        counted = mask[rows, 1:].bool()
+        scaled = model(input_ids=ids[rows]).logits[:, :-1][counted] / TEMPERATURE
+        entropies = torch.distributions.Categorical(logits=scaled).entropy()
+        torch.testing.assert_close(
+            values, torch.stack([expected[rows, 1:][counted], entropies]), rtol=1e-11, atol=1e-11
+        )
+        assert not values.requires_grad
+
+
+@pytest.mark.parametrize("name", [LLAMA, pytest.param(BAMBA, marks=pytest.mark.slow)])
+def test_ranks_that_share_a_sequence(name: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, shared_by_ranks, name, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [LLAMA, BAMBA])
+def test_ranks_that_share_a_sequence_under_fsdp(name: str, tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, shared_by_ranks, name, 2)

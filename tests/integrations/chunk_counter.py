@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ class PrintLosses(TrainerCallback):
     """A callback that prints the loss of each step with all its digits."""
 
     def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
-        if "loss" in logs:
+        if "loss" in logs and os.environ.get("RANK", "0") == "0":
             print(LOSS, float(logs["loss"]), flush=True)
 
 

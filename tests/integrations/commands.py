@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -109,11 +110,24 @@ def edited_example(name: str, folder: Path, without: tuple[str, ...], **changes:
     return file
 
 
-def run_module(folder: Path, module: str, *arguments: str, **environment: str) -> Run:
-    """Run `python -m module arguments` in a folder, with its chunks counted."""
+def run_module(
+    folder: Path, module: str, *arguments: str, ranks: int | None = None, **environment: str
+) -> Run:
+    """Run `python -m module arguments` in a folder, or that of several ranks, with its chunks counted."""
+    launcher = [
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(free_port()),
+        "-m",
+    ]
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.chunk_counter", module, *arguments],
+        [
+            *(sys.executable, "-m", *(launcher if ranks else ()), "tests.integrations.chunk_counter"),
+            *(module, *arguments),
+        ],
         cwd=folder,
         env={
             **os.environ,
@@ -130,9 +144,17 @@ def run_module(folder: Path, module: str, *arguments: str, **environment: str) -
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
     losses = [float(loss) for loss in re.findall(rf"{LOSS} ([\d.]+(?:e-\d+)?)", printed)]
-    count = re.search(rf"{LINE} (\d+)", printed)
-    assert count is not None, printed[-2000:]
-    return Run(losses, int(count[1]), printed)
+    counts = re.findall(rf"{LINE} (\d+)", printed)
+    assert len(counts) >= (ranks or 1), printed[-2000:]
+    return Run(losses, sum(map(int, counts)), printed)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def assert_same_losses(plain: Run, ours: Run, steps: int = 3, tolerance: float = 2e-6) -> None:

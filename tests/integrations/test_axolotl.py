@@ -49,6 +49,23 @@ def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
     assert "runs by Exact in chunks of 64 tokens" in runs[1].printed  # axolotl's logger shows the line
 
 
+@pytest.mark.parametrize("options", [{}, PACKED | LORA], ids=["full", "packed LoRA"])
+def test_two_ranks_share_each_sequence(options: dict[str, object], tmp_path: Path) -> None:
+    """axolotl's `context_parallel_size`, without its ring attention, has the losses of one process."""
+    write_model(tmp_path / "model")
+    write_adapter(tmp_path / "adapter", tmp_path / "model")
+    write_data(tmp_path)
+    plain = edited_example("axolotl.yml", tmp_path, ("plugins", "adjoint"), **SMALL | OURS | options)
+    plugins = ["adjoint.integrations.axolotl.AdjointPlugin", "tests.integrations.cpu_plugin.CpuPlugin"]
+    shared = {"context_parallel_size": 2, "plugins": plugins}
+    ours = edited_example("axolotl.yml", tmp_path, (), **SMALL | OURS | options | shared)
+    module, untracked = "axolotl.cli.train", {"AXOLOTL_DO_NOT_TRACK": "1"}
+    assert_same_losses(
+        run_module(tmp_path, module, str(plain), **untracked),
+        run_module(tmp_path, module, str(ours), ranks=2, ACCELERATE_USE_CPU="true", **untracked),
+    )
+
+
 def test_a_wrong_option_stops_axolotl_before_it_loads_anything(tmp_path: Path) -> None:
     file = edited_example("axolotl.yml", tmp_path, (), **SMALL, adjoint={"chunksize": 64})
     with pytest.raises(AssertionError, match=r"adjoint\.chunksize.*did you mean chunk_size"):

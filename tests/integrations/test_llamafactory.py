@@ -47,3 +47,18 @@ def test_the_command_trains_by_chunks_with_the_unwrapped_losses(
         file = edited_example("llamafactory.yaml", tmp_path, (), **values)
         runs.append(run_module(tmp_path, module, *command, str(file), **environment))
     assert_same_losses(*runs)
+
+
+def test_two_ranks_share_each_sequence(tmp_path: Path) -> None:
+    """accelerate's variables of the environment say so."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path)
+    if importlib.util.find_spec("torchaudio") is None:
+        (tmp_path / "torchaudio.py").touch()
+    environment = {"DISABLE_VERSION_CHECK": "1", "ADJOINT_METHOD__CHUNK_SIZE": "64"}
+    sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+    plain = edited_example("llamafactory.yaml", tmp_path, (), **SMALL, output_dir="plain")
+    expected = run_module(tmp_path, "llamafactory.cli", "train", str(plain), **environment)
+    ours = edited_example("llamafactory.yaml", tmp_path, (), **SMALL, output_dir="ours")
+    module = "adjoint.integrations.llamafactory"
+    assert_same_losses(expected, run_module(tmp_path, module, str(ours), ranks=2, **environment, **sizes))

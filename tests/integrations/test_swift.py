@@ -10,6 +10,7 @@ from adjoint.integrations.swift import PLUGIN
 from tests.integrations.commands import (
     assert_same_losses,
     edited_example,
+    free_port,
     run_module,
     write_adapter,
     write_data,
@@ -50,3 +51,14 @@ def test_the_plugin_trains_by_chunks_with_the_unwrapped_losses(
     assert_same_losses(*runs)
     assert "out.logits was used" not in runs[1].printed
     assert runs[1].chunks <= 3 * (6 + 5) + 1  # of rows of up to 6 chunks
+
+
+@pytest.mark.parametrize("setting", ["sequence_parallel_size", "PARALLELISM_CONFIG_CP_SIZE"])
+def test_ranks_that_share_sequences_are_refused_by_name(setting: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    write_data(tmp_path)
+    options = {setting: 2} if setting.islower() else {"ENV": {**SMALL["ENV"], setting: 2}}
+    file = edited_example("ms_swift.yaml", tmp_path, (), **SMALL | options)
+    launcher = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    with pytest.raises(AssertionError, match=f"{setting}.*not in ms-swift"):
+        run_module(tmp_path, "swift.cli.main", "sft", str(file), **launcher)

@@ -157,6 +157,13 @@ def groups() -> dict[str, dict[str, Case]]:
         "wrapped sequence group": {
             f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
             for name in ("exact", "offloaded edges")
+        }
+        | {
+            "Bamba, log-probabilities, shared": (
+                pretrained("Bamba"),
+                EXACT,
+                {"shared": True, "of_tokens": True},
+            )
         },
         "long": long,
         "slow": slow,
@@ -186,9 +193,11 @@ def step(
     precision: str = "bfloat16",
     documents: bool = False,
     shared: bool = False,
+    of_tokens: bool = False,
 ) -> dict[str, Any]:
     """Forward and backward of a model with so many layers on so many chunks of `chunk` tokens, if `shared` by
-    the code of a sequence group: `WrapState.counts`, and the devices of the gradients."""
+    the code of a sequence group, with log-probabilities `of_tokens` in the loss's place: `WrapState.counts`,
+    and the devices of the gradients."""
     record, tokens = WrapState(), chunks * chunk
     with simulated(record):
         model = to_cuda(make(n_layer))
@@ -209,7 +218,13 @@ def step(
                 context.Alone = OverGloo  # type: ignore[misc]
                 wrap_state_or_original(model).group = SINGLE_RANK  # type: ignore[assignment]
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-            loss = model(input_ids=ids, labels=ids, **given).loss
+            if of_tokens:
+                from adjoint.hf.wrap_state import ValueRequest, wrap_state_or_original
+
+                with wrap_state_or_original(model).asking(ValueRequest(("log_probs", "entropy", "is_top1"))):
+                    loss = model(input_ids=ids, labels=ids).last_hidden_state.sum()
+            else:
+                loss = model(input_ids=ids, labels=ids, **given).loss
         loss.backward()
         devices = {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
     return record.counts() | {"gradients": sorted(devices)}
