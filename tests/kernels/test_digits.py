@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjoint.engine.tile import Gradients
 from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.rms_norm import rms_norm
@@ -190,6 +191,34 @@ def test_a_delta_rule_with_a_strong_decay(strong: float, backend: str) -> None:
     beta = torch.sigmoid(normal(seqlen, heads))
     inputs = [q, k, normal(seqlen, heads, 24), g, beta, normal(heads, 16, 24)]
     assert_same_digits(delta_rule, inputs, backend, 2e-6)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no change in Triton's kernels")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", ["scalar", "wide", "dplr"])
+def test_repeated_keys_whose_sign_turns(rule: str, backend: str) -> None:
+    """β = 2 with one key: each token turns a sign, and a rounded k'k would stretch the state each time."""
+    generator = torch.Generator().manual_seed(0)
+    batch, seqlen, heads, d_k, d_v = 2, 515, 3, 20, 12
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    documents = torch.zeros(batch, seqlen, dtype=torch.long)
+    documents[0, 200:] = 1
+    k = torch.nn.functional.normalize(normal(1, heads, d_k), dim=-1).expand(-1, seqlen, -1, -1).contiguous()
+    q, v, h = normal(seqlen, heads, d_k), normal(seqlen, heads, d_v), normal(heads, d_k, d_v)
+    g = torch.zeros(batch, seqlen, heads) if rule == "scalar" else torch.zeros_like(k)
+
+    def by_dplr(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, backend: str) -> Any:
+        a, write = k, beta[..., None] * k
+        return dplr_delta_rule(q, write, v, a, -write, g, initial_state=h, seq_idx=documents, backend=backend)
+
+    def by_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, h: Tensor, backend: str) -> Any:
+        return gated_delta_rule(q, k, v, g, beta, initial_state=h, seq_idx=documents, backend=backend)
+
+    inputs = [q, k, v, g, torch.full((batch, seqlen, heads), 2.0), h]
+    assert_same_digits(by_dplr if rule == "dplr" else by_gated, inputs, backend, 1e-5)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")

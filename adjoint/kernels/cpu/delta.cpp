@@ -14,6 +14,9 @@
 // overflow, nor the exponential of a difference, which rounds. A block is cut into pieces of 16 tokens; between two
 // pieces E_ij = exp(c_i - c_a) exp(c_a - c_j), a the last token before i's piece.
 //
+// Where an entry of L is above 1 (beta above 1, keys that repeat), L and the solves with it are in double: there a token
+// turns the sign of what the state has at its key, and a rounded k_i' k_j would stretch it a little each time.
+//
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
 #include <type_traits>
@@ -111,6 +114,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   T *whole, *at_end;                   // exp(c_n) and c_n's cotangent (K)
   T *beta, *dbeta, *own, *c, *c_low;   // (rows); c_low: what rounding leaves of c
   T *scale, *to_end;                   // (rows): since and until where they are all channels', else 1
+  std::vector<V<double>> in_double;    // memory of `low_in_double`
 
   int64_t needed() const {
     return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 7 * BLOCK;
@@ -332,28 +336,94 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       fetch_next_head(s.k, s.d_k, i, j);
       fetch_next_head(s.v, s.d_v, i, j);
     });
-    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
+    solve_with_low(N, [this](auto low, auto n) {
+      solve_lower(low, n, rows, [this](int64_t i, int64_t j) ALWAYS_INLINE_LAMBDA { fetch_next_head(s.q, s.d_k, i, j); });
+    });
+  }
+  // solve(L, right sides) in place: in double if an entry of L is above 1.
+  template <class F> void solve_with_low(Matrix<T> right, F solve) {
+    if constexpr (sizeof(T) < sizeof(double))
+      if (above_1()) {
+        Matrix<double> low = low_in_double(), wide_right{low.row(rows), W};
+        for (int64_t i = 0; i < rows * W; i++) wide_right.data[i] = right.data[i];
+        solve(low, wide_right);
+        for (int64_t i = 0; i < rows * W; i++) right.data[i] = T(wide_right.data[i]);
+        return;
+      }
+    solve(Low, right);
+  }
+  bool above_1() const {
+    VI<T> above{};
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < padded(i, L); j += L) {
+        const V<T> x = load<T>(Low.row(i) + j, L);
+        above |= (x > 1) | (x < -1);
+      }
+    for (int x = 0; x < L; x++)
+      if (above[x]) return true;
+    return false;
+  }
+  // L, whose products and decays are rounded to double; place for right sides behind it.
+  Matrix<double> low_in_double() {
+    constexpr int64_t D = Vec<double>::L;
+    in_double.resize((K + rows * rows + rows * W) / D);
+    double* const decayed = (double*)in_double.data();
+    Matrix<double> low{decayed + K, rows};
+    std::memset(low.data, 0, rows * rows * sizeof(double));
+    for (int64_t j = 0; j < n; j++) {
+      for (int64_t x = 0; x < K; x++) decayed[x] = k.row(j)[x];
+      for (int64_t i = j + 1; i < n; i++) {
+        double sum[D] = {};
+        for (int64_t x = 0; x < K; x += D)
+          for (int64_t y = x; y < x + D; y++) {
+            if (wide) decayed[y] *= step.row(i)[y];
+            sum[y - x] += decayed[y] * k.row(i)[y];
+          }
+        double all = 0;
+        for (double x : sum) all += x;
+        low.row(i)[j] = all * beta[i] * (wide ? T(1) : E.row(i)[j]);
+      }
+    }
+    return low;
+  }
+  // (I + L) x = right or (I + L)' x = right, in place; use(row, column) with each vector of the first.
+  template <class U, class F> static NEVER_INLINE void solve_lower(Matrix<U> low, Matrix<U> right, int64_t rows, F use) {
+    in_tiles<U>(rows, right.width / Vec<U>::L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
       constexpr int R = TILE_ROWS<decltype(sum)>;
-      add_columns<T>(sum, left(Low), N, i, v, 0, i);
+      add_columns<U>(sum, left(low), right, i, v, 0, i);
 #pragma GCC unroll 8
       for (int x = 0; x < R; x++) {
-        subtract_from(N.row(i + x) + v * L, sum[x]);
+        subtract_from<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
 #pragma GCC unroll 8
-        for (int y = 0; y < x; y++) subtract(sum[x], Low.row(i + x)[i + y], sum[y]);
-        store_row(N.row(i + x) + v * L, sum[x]);
-        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) fetch_next_head(s.q, s.d_k, i + x, (v + y) * L);
+        for (int y = 0; y < x; y++) subtract<U>(sum[x], low.row(i + x)[i + y], sum[y]);
+        store_row<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) use(i + x, (v + y) * Vec<U>::L);
+      }
+    });
+  }
+  template <class U> static NEVER_INLINE void solve_transposed(Matrix<U> low, Matrix<U> right, int64_t rows) {
+    in_tiles<U>(rows, right.width / Vec<U>::L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
+      constexpr int R = TILE_ROWS<decltype(sum)>;
+      const int64_t end = rows - after, i = end - R;  // from the last rows to the first
+      add_columns<U>(sum, left(low, true), right, i, v, end, rows);
+#pragma GCC unroll 8
+      for (int x = R - 1; x >= 0; x--) {
+        subtract_from<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+#pragma GCC unroll 8
+        for (int y = R - 1; y > x; y--) subtract<U>(sum[x], low.row(i + y)[i + x], sum[y]);
+        store_row<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
       }
     });
   }
   // A row of a tile becomes what is at `from` minus it; loses a factor times another row; is stored.
-  template <int C> static ALWAYS_INLINE void subtract_from(const T* from, V<T> (&row)[C]) {
-    for (int x = 0; x < C; x++) row[x] = load<T>(from + x * L, L) - row[x];
+  template <class U, int C> static ALWAYS_INLINE void subtract_from(const U* from, V<U> (&row)[C]) {
+    for (int x = 0; x < C; x++) row[x] = load<U>(from + x * Vec<U>::L, Vec<U>::L) - row[x];
   }
-  template <int C> static ALWAYS_INLINE void subtract(V<T> (&row)[C], T factor, const V<T> (&other)[C]) {
+  template <class U, int C> static ALWAYS_INLINE void subtract(V<U> (&row)[C], U factor, const V<U> (&other)[C]) {
     for (int x = 0; x < C; x++) row[x] -= factor * other[x];
   }
-  template <int C> static ALWAYS_INLINE void store_row(T* to, const V<T> (&row)[C]) {
-    for (int x = 0; x < C; x++) store<T>(to + x * L, row[x], L);
+  template <class U, int C> static ALWAYS_INLINE void store_row(U* to, const V<U> (&row)[C]) {
+    for (int x = 0; x < C; x++) store<U>(to + x * Vec<U>::L, row[x], Vec<U>::L);
   }
 
   void block_forward() {
@@ -387,18 +457,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       fetch_next_head(s.d_o, s.d_v, i, j);
     });
     product<UPPER>(left(P, true), d_o, rows, rows, add(dN));
-    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
-      constexpr int R = TILE_ROWS<decltype(sum)>;
-      const int64_t end = rows - after, i = end - R;  // from the last rows to the first
-      add_columns<T>(sum, left(Low, true), dN, i, v, end, rows);
-#pragma GCC unroll 8
-      for (int x = R - 1; x >= 0; x--) {
-        subtract_from(dN.row(i + x) + v * L, sum[x]);
-#pragma GCC unroll 8
-        for (int y = R - 1; y > x; y--) subtract(sum[x], Low.row(i + y)[i + x], sum[y]);
-        store_row(dN.row(i + x) + v * L, sum[x]);
-      }
-    });
+    solve_with_low(dN, [this](auto low, auto right) { solve_transposed(low, right, rows); });
     lower_product(left(dN), NT, rows, W, put(dA));  // with the other sign
     for (int64_t i = 0; i < K; i++) at_end[i] = whole[i] * dot(S.row(i), dS.row(i), W);
     // the written values' way into the next state
