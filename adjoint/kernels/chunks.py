@@ -144,8 +144,9 @@ class DecayedChunks:
         return self.mixed(self.same_document.to(x.dtype), x, transposed)
 
     def solved(self, right, transposed=False):
-        """Return the x with (1 + tril(`system`, −1)) x = right, or with the transposed matrix, in the dtype of
-        the system."""
+        """Return the x with (1 + tril(`system`, −1)) x = right, or with the transposed matrix.
+
+        Its dtype is that of the system."""
         right = right.to(self.system.dtype)
 
         def solve(right, system):
