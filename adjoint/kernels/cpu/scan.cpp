@@ -169,7 +169,7 @@ template <class T, bool SSD> struct Scan {
     static constexpr T ULP = sizeof(T) == 4 ? T(5.9604645e-8 * LOG2E / 15) : T(1.1102230246251565e-16 * LOG2E / 15);
     static constexpr T offsets[16] = {0, 4 * ULP, -4 * ULP, 6 * ULP, -6 * ULP, 2 * ULP, -2 * ULP, 7 * ULP,
                                       0, -7 * ULP, 3 * ULP, -3 * ULP, 5 * ULP, -5 * ULP, 1 * ULP, -1 * ULP};
-    return splat<T>(offsets[t % 16]);
+    return splat<T>(offsets[t & 15]);
   }
   // main h + rest h + input, with what rounding leaves in `low`; main is 1 where a decay is near 1.
   static ALWAYS_INLINE Vt exact_step(Vt main, Vt rest, Vt h, Vt input, Vt& low) {
