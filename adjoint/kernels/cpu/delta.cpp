@@ -112,12 +112,13 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   Matrix<T> kT, NT;                    // (K, rows), (W, rows)
   Matrix<T> P, E, A, Low, dP, dA;      // (rows, rows); A_ij = k_i' E_ij k_j, j < i
   T *whole, *at_end;                   // exp(c_n) and c_n's cotangent (K)
+  T *entire, *part;                    // (K): 1 and exp(c_n) - 1 where exp(c_n) is near 1, else 0 and exp(c_n)
   T *beta, *dbeta, *own, *c, *c_low;   // (rows); c_low: what rounding leaves of c
   T *scale, *to_end;                   // (rows): since and until where they are all channels', else 1
   std::vector<V<double>> in_double;    // memory of `low_in_double`
 
   int64_t needed() const {
-    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 7 * BLOCK;
+    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 4 * K + 7 * BLOCK;
   }
 
  public:
@@ -131,7 +132,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     kT = take(K, BLOCK);
     NT = take(W, BLOCK);
     for (auto m : {&P, &E, &A, &Low, &dP, &dA}) *m = take(BLOCK, BLOCK);
-    for (auto p : {&whole, &at_end}) *p = take(1, K).data;
+    for (auto p : {&whole, &at_end, &entire, &part}) *p = take(1, K).data;
     for (auto p : {&beta, &dbeta, &own, &c, &c_low, &scale, &to_end}) *p = take(1, BLOCK).data;
   }
 
@@ -219,8 +220,11 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       scale[i] = 1;
       std::memset(step.row(i), 0, K * sizeof(T));
       if (decays) std::memcpy(step.row(i), (const T*)s.g + at * s.d_k, s.d_k * sizeof(T));
-      for (int64_t x = 0; x < K; x += L)
-        store<T>(step.row(i) + x, exp2v<T>(load<T>(step.row(i) + x, L) * T(LOG2E)), L);
+      for (int64_t x = 0; x < K; x += L) {
+        const V<T> g = load<T>(step.row(i) + x, L);
+        store<T>(part + x, (i ? load<T>(part + x, L) : V<T>{}) + g, L);
+        store<T>(step.row(i) + x, exp2v<T>(g * T(LOG2E)), L);
+      }
     }
     if (!wide) {
       for (int64_t i = 0; i < rows; i += L) {
@@ -230,6 +234,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       }
       for (int64_t i = 0; i < rows; i++) scale_row(kl.row(i), k.row(i), K, to_end[i]);
       set_row(whole, scale[rows - 1]);
+      set_row(part, T(sum));
+      set_parts();
       return;
     }
     std::memcpy(since.row(0), step.row(0), K * sizeof(T));
@@ -241,6 +247,18 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       multiply_row(kl.row(i), k.row(i), until.row(i), K);
     }
     std::memcpy(whole, since.row(rows - 1), K * sizeof(T));
+    set_parts();
+  }
+  // `part` is c_n. A factor near 1 that multiplied the state itself would round the same way at each block.
+  void set_parts() const {
+    for (int64_t x = 0; x < K; x += L) {
+      V<T> one, less;
+      const V<T> power = load<T>(part + x, L) * T(LOG2E);
+      exp2_parts(power, one, less);
+      const auto near_1 = power > T(-0.5);
+      store<T>(entire + x, near_1 ? splat<T>(1) : V<T>{}, L);
+      store<T>(part + x, near_1 ? (one - 1) + less : one + less, L);
+    }
   }
   // Starts to fetch a vector of the next head, which would otherwise be waited for: a product's inputs are all in caches.
   ALWAYS_INLINE void fetch_next_head(const TokenRows& from, int64_t width, int64_t i, int64_t j) const {
@@ -258,7 +276,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   // Adds a product to what is left of a state after the block.
   auto add_decayed(Matrix<T> state) const {
     return [this, state](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      store<T>(state.row(i) + j, whole[i] * load<T>(state.row(i) + j, L) + x, L);
+      const V<T> before = load<T>(state.row(i) + j, L);
+      store<T>(state.row(i) + j, entire[i] * before + (part[i] * before + x), L);
     };
   }
   // P, A and diag(beta) A where one decay is all channels'.

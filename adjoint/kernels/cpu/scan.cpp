@@ -153,7 +153,7 @@ template <class T, bool SSD> struct Scan {
     return sum * T(0.25);
   }
   template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt step, const Vt* A2) const {
-    if (SSD) return step[0] > T(1 - 1.0 / 32768) && step[0] <= 1;
+    if (SSD) return step[0] > T(1 - 1.0 / 2048) && step[0] <= 1;
     Vt nearest = A2[0];
     for (int n = 1; n < NS; n++) nearest = A2[n] > nearest ? A2[n] : nearest;
     VI<T> lane;
