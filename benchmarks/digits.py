@@ -79,7 +79,7 @@ def one_key_beta_2(x: Tensors) -> Tensors:
     return x | {"k": k, "beta": beta, "g": torch.zeros_like(x["g"])}
 
 
-SCANS, X_1e_4_to_3e3, one_sign, no_decay), (near_1, underflow, one_key_beta_2)
+RULES = "gated_delta_rule", "kda", "dplr_delta_rule"
 HARD: Mapping[str, tuple[Callable[[Tensors], Tensors], ...]] = {
     **dict.fromkeys(("selective_scan", "ssd_scan"), (near_1, rates_1e_4_to_3e3, one_sign, no_decay)),
     **dict.fromkeys(RULES, (near_1, underflow, one_key_beta_2)),
