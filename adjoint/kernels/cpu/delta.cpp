@@ -356,6 +356,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       fetch_next_head(s.v, s.d_v, i, j);
     });
     solve_with_low(N, [this](auto low, auto n) {
+      if constexpr (sizeof(n.data[0]) > sizeof(T)) this->read_in_double(n);
       solve_lower(low, n, rows, [this](int64_t i, int64_t j) ALWAYS_INLINE_LAMBDA { fetch_next_head(s.q, s.d_k, i, j); });
     });
   }
@@ -370,6 +371,27 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
         return;
       }
     solve(Low, right);
+  }
+  void add_requested() {  // to dN, by the state after the block
+    product(left(kl), dS, rows, K, [this](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(dN.row(i) + j, load<T>(dN.row(i) + j, L) + x, L);
+      fetch_next_head(s.d_o, s.d_v, i, j);
+    });
+  }
+  void add_requested_in_double(Matrix<double> right) const {
+    for (int64_t i = 0; i < rows; i++) add_in_double(right.row(i), kl.row(i), dS);
+  }
+  void read_in_double(Matrix<double> right) const {  // diag(beta) r
+    for (int64_t i = 0; i < rows; i++) {
+      double* to = right.row(i);
+      for (int64_t j = 0; j < W; j++) to[j] = 0;
+      add_in_double(to, (wide ? ke : k).row(i), S);
+      for (int64_t j = 0; j < W; j++) to[j] = beta[i] * (v.row(i)[j] - scale[i] * to[j]);
+    }
+  }
+  void add_in_double(double* to, const T* key, Matrix<T> state) const {
+    for (int64_t x = 0; x < K; x++)
+      for (int64_t j = 0; j < W; j++) to[j] += double(key[x]) * state.row(x)[j];
   }
   bool above_1() const {
     VI<T> above{};
@@ -471,12 +493,12 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     transposed(N, NT, rows);
     lower_product(left(d_o), NT, rows, W, put(dP));
     // dN = P' d_o + kl dS, then (I + L)' dR = dN, in place
-    product(left(kl), dS, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      store<T>(dN.row(i) + j, x, L);
-      fetch_next_head(s.d_o, s.d_v, i, j);
+    product<UPPER>(left(P, true), d_o, rows, rows, put(dN));
+    solve_with_low(dN, [this](auto low, auto right) {
+      if constexpr (sizeof(right.data[0]) > sizeof(T)) this->add_requested_in_double(right);
+      else this->add_requested();
+      solve_transposed(low, right, rows);
     });
-    product<UPPER>(left(P, true), d_o, rows, rows, add(dN));
-    solve_with_low(dN, [this](auto low, auto right) { solve_transposed(low, right, rows); });
     lower_product(left(dN), NT, rows, W, put(dA));  // with the other sign
     for (int64_t i = 0; i < K; i++) at_end[i] = whole[i] * dot(S.row(i), dS.row(i), W);
     // the written values' way into the next state
