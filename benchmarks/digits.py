@@ -112,23 +112,23 @@ def measure(point: Point) -> Point:
         runs = "cpu" in peer.devices and tokens <= limit and not peer.missing() and peer.runs_backward(size)
         if runs and not peer.ours and not peer.compiled:
             contenders[name] = peer
-    found = {}
+    largest = {}
     for name, contender in contenders.items():
         got = results(contender.build(), contender.enter(inputs), contender.cotangent(dy))
         errors = {key: distance(contender.leave(key, x, inputs), want[key]) for key, x in got.items()}
         worst = max(errors, key=errors.__getitem__)
-        found[name] = [errors[worst], worst]
-    return found
+        largest[name] = [errors[worst], worst]
+    return largest
 
 
 def results(function: Callable[..., Any], leaves: Tensors, dy: Tensor) -> Tensors:
     """Return the output, the final state if there is one, and the gradients of the leaves by the output."""
     outputs = function(**leaves)
     y, *states = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    gradients = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype))
-    found = dict(zip(wanted, gradients, strict=True)) | {"y": y.detach()}
-    return found | ({"state": states[0].detach()} if states else {})
+    differentiable = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients = torch.autograd.grad(y, list(differentiable.values()), dy.to(y.dtype))
+    tensors = dict(zip(differentiable, gradients, strict=True)) | {"y": y.detach()}
+    return tensors | ({"state": states[0].detach()} if states else {})
 
 
 def distance(x: Tensor, expected: Tensor) -> float:
@@ -164,11 +164,9 @@ class Digits(Benchmark):
         """A line an operation and its inputs, a column a length."""
 
         def cell(row: Row) -> str:
-            others = {name: found[0] for name, found in row["errors"].items() if name not in ("", *BACKENDS)}
+            others = [e for name, (e, _) in row["errors"].items() if name not in ("", *BACKENDS)]
             numbers = [row["errors"][name][0] for name in ("", *BACKENDS) if name in row["errors"]]
-            return " · ".join(
-                f"{x:.0e}".replace("e-0", "e-") for x in (*numbers, *sorted(others.values())[:1])
-            )
+            return " · ".join(f"{x:.0e}".replace("e-0", "e-") for x in (*numbers, *sorted(others)[:1]))
 
         line = "{op}, {inputs}".format_map
         return report.pivot(

@@ -106,7 +106,7 @@ def test_many_small_summands_beside_a_large_one(
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_decays_near_1_of_many_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chunk leaves of a state is here 20.4 roundings below 1, in each chunk."""
+    """Each chunk leaves of the state what is 20.4 roundings below 1."""
     seqlen, chunk = 8192, 256
     if INTERPRETED:
         from adjoint.kernels.ssd_scan.triton import saved_states

@@ -44,7 +44,7 @@ def assert_digits(single: dict[str, Tensor], double: dict[str, Tensor], limit: f
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", RECURRENT)
 def test_a_step_of_a_stack(mixer: str) -> None:
-    """By chunks, as long sequences are trained."""
+    """A sequence is trained by chunks."""
     torch.manual_seed(0)
     model = adjoint.Stack(adjoint.StackConfig(mixer=mixer, **SIZES))
     ids, method = walk(1 << 20 if mixer == "mamba2" else 1 << 16, 61), adjoint.Exact(chunk_size=CHUNK)
@@ -57,7 +57,7 @@ def test_a_step_of_a_stack(mixer: str) -> None:
     ("name", "tokens"), [("Mamba2ForCausalLM", 1 << 16), ("Qwen3_5ForCausalLM", 1 << 13)]
 )
 def test_a_step_of_a_wrapped_model(name: str, tokens: int) -> None:
-    """With small steps, as trained models have, so that states last."""
+    """Steps are small, as in trained models, so that states last."""
     hf = pytest.importorskip("tests.hf.hf_models")
     single = (hf.trained_like if "Qwen" in name else hf.make)(name, torch.float32)
     double, ids = copy.deepcopy(single).double(), walk(tokens, hf.VOCAB)
