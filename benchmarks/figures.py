@@ -15,6 +15,7 @@ from benchmarks.bidirectional import Bidirectional
 from benchmarks.chained_calls import ChainedCalls
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.convergence.command import Convergence
+from benchmarks.digits import Digits
 from benchmarks.fsdp import Fsdp
 from benchmarks.host_weights import HostWeights
 from benchmarks.kernels.command import Kernels
@@ -163,6 +164,7 @@ FIGURES = [
            "--out benchmarks/results/exact-growth", None, STACK),
     Figure("docs/results.md", Kernels(), "", "--size small --op selective_scan --repeats 1",
            SCANS),
+    Figure("docs/kernels.md", Digits(), "", "--ops rms_norm --lengths 1K", SCANS),
     Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx2", None, SCANS),
     Figure("docs/results.md", Kernels(), "--peers --out benchmarks/results/avx512", None, SCANS),
     Figure("docs/results.md", Wrapped(), "--lengths 16384 --ways transformers wrapped --repeats 1 "

@@ -52,7 +52,7 @@ class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
     _fields_ = [
         *((name, _I64) for name in ("batch", "seqlen", "nheads", "headdim", "ngroups", "d_state")),
         *((name, _I64) for name in ("interval", "threads", "partials", "softplus", "window", "halo")),
-        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "less_one", "y")),
+        *((name, _Rows) for name in ("u", "delta", "B", "C", "z", "decay", "y")),
         *(
             (name, _PTR)
             for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")
@@ -286,14 +286,6 @@ def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
     return is_large and 2 * headdim >= _lanes(x.dtype)
 
 
-def _set_decays(args: _ScanArgs, exponent: Tensor, reset: Tensor | None) -> Tensor:
-    """Set the decays of an SSD scan token by token; return them, which the scan changes by a last digit."""
-    decay = zero_where(torch.exp(exponent), reset)
-    less_one = torch.expm1(exponent) if exponent.shape[1] >= MIN_TOKENS_OF_BLOCK else None  # few round little
-    args.set_rows(decay=decay, less_one=less_one)
-    return decay
-
-
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
@@ -317,7 +309,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 0)
     else:
-        _set_decays(args, d * A, reset)
+        args.set_rows(decay=d * A)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
     return y, final_state, checkpoints
 
@@ -360,7 +352,8 @@ def ssd_scan_backward(
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
-        decay = _set_decays(args, d * A, reset)
+        decay = d * A
+        args.set_rows(decay=decay)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
         dexponent *= decay

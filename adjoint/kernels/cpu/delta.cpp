@@ -14,6 +14,9 @@
 // overflow, nor the exponential of a difference, which rounds. A block is cut into pieces of 16 tokens; between two
 // pieces E_ij = exp(c_i - c_a) exp(c_a - c_j), a the last token before i's piece.
 //
+// Where an entry of L is above 1 (beta above 1, keys that repeat), L and the solves with it are in double: there a token
+// turns the sign of what the state has at its key, and a rounded k_i' k_j would stretch it a little each time.
+//
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
 #include <type_traits>
@@ -109,11 +112,13 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   Matrix<T> kT, NT;                    // (K, rows), (W, rows)
   Matrix<T> P, E, A, Low, dP, dA;      // (rows, rows); A_ij = k_i' E_ij k_j, j < i
   T *whole, *at_end;                   // exp(c_n) and c_n's cotangent (K)
+  T *entire, *part;                    // (K): 1 and exp(c_n) - 1 where exp(c_n) is near 1, else 0 and exp(c_n)
   T *beta, *dbeta, *own, *c, *c_low;   // (rows); c_low: what rounding leaves of c
   T *scale, *to_end;                   // (rows): since and until where they are all channels', else 1
+  std::vector<V<double>> in_double;    // memory of `low_in_double`
 
   int64_t needed() const {
-    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 2 * K + 7 * BLOCK;
+    return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 4 * K + 7 * BLOCK;
   }
 
  public:
@@ -127,7 +132,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     kT = take(K, BLOCK);
     NT = take(W, BLOCK);
     for (auto m : {&P, &E, &A, &Low, &dP, &dA}) *m = take(BLOCK, BLOCK);
-    for (auto p : {&whole, &at_end}) *p = take(1, K).data;
+    for (auto p : {&whole, &at_end, &entire, &part}) *p = take(1, K).data;
     for (auto p : {&beta, &dbeta, &own, &c, &c_low, &scale, &to_end}) *p = take(1, BLOCK).data;
   }
 
@@ -215,8 +220,11 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       scale[i] = 1;
       std::memset(step.row(i), 0, K * sizeof(T));
       if (decays) std::memcpy(step.row(i), (const T*)s.g + at * s.d_k, s.d_k * sizeof(T));
-      for (int64_t x = 0; x < K; x += L)
-        store<T>(step.row(i) + x, exp2v<T>(load<T>(step.row(i) + x, L) * T(LOG2E)), L);
+      for (int64_t x = 0; x < K; x += L) {
+        const V<T> g = load<T>(step.row(i) + x, L);
+        store<T>(part + x, (i ? load<T>(part + x, L) : V<T>{}) + g, L);
+        store<T>(step.row(i) + x, exp2v<T>(g * T(LOG2E)), L);
+      }
     }
     if (!wide) {
       for (int64_t i = 0; i < rows; i += L) {
@@ -226,6 +234,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       }
       for (int64_t i = 0; i < rows; i++) scale_row(kl.row(i), k.row(i), K, to_end[i]);
       set_row(whole, scale[rows - 1]);
+      set_row(part, T(sum));
+      set_parts();
       return;
     }
     std::memcpy(since.row(0), step.row(0), K * sizeof(T));
@@ -237,6 +247,18 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       multiply_row(kl.row(i), k.row(i), until.row(i), K);
     }
     std::memcpy(whole, since.row(rows - 1), K * sizeof(T));
+    set_parts();
+  }
+  // `part` is c_n. A factor near 1 that multiplied the state itself would round the same way at each block.
+  void set_parts() const {
+    for (int64_t x = 0; x < K; x += L) {
+      V<T> one, less;
+      const V<T> power = load<T>(part + x, L) * T(LOG2E);
+      exp2_parts(power, one, less);
+      const auto near_1 = power > T(-0.5);
+      store<T>(entire + x, near_1 ? splat<T>(1) : V<T>{}, L);
+      store<T>(part + x, near_1 ? (one - 1) + less : one + less, L);
+    }
   }
   // Starts to fetch a vector of the next head, which would otherwise be waited for: a product's inputs are all in caches.
   ALWAYS_INLINE void fetch_next_head(const TokenRows& from, int64_t width, int64_t i, int64_t j) const {
@@ -254,7 +276,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   // Adds a product to what is left of a state after the block.
   auto add_decayed(Matrix<T> state) const {
     return [this, state](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      store<T>(state.row(i) + j, whole[i] * load<T>(state.row(i) + j, L) + x, L);
+      const V<T> before = load<T>(state.row(i) + j, L);
+      store<T>(state.row(i) + j, entire[i] * before + (part[i] * before + x), L);
     };
   }
   // P, A and diag(beta) A where one decay is all channels'.
@@ -332,28 +355,116 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       fetch_next_head(s.k, s.d_k, i, j);
       fetch_next_head(s.v, s.d_v, i, j);
     });
-    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
+    solve_with_low(N, [this](auto low, auto n) {
+      if constexpr (sizeof(n.data[0]) > sizeof(T)) this->read_in_double(n);
+      solve_lower(low, n, rows, [this](int64_t i, int64_t j) ALWAYS_INLINE_LAMBDA { fetch_next_head(s.q, s.d_k, i, j); });
+    });
+  }
+  // solve(L, right sides) in place: in double if an entry of L is above 1.
+  template <class F> void solve_with_low(Matrix<T> right, F solve) {
+    if constexpr (sizeof(T) < sizeof(double))
+      if (above_1()) {
+        Matrix<double> low = low_in_double(), wide_right{low.row(rows), W};
+        for (int64_t i = 0; i < rows * W; i++) wide_right.data[i] = right.data[i];
+        solve(low, wide_right);
+        for (int64_t i = 0; i < rows * W; i++) right.data[i] = T(wide_right.data[i]);
+        return;
+      }
+    solve(Low, right);
+  }
+  void add_requested() {  // to dN, by the state after the block
+    product(left(kl), dS, rows, K, [this](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(dN.row(i) + j, load<T>(dN.row(i) + j, L) + x, L);
+      fetch_next_head(s.d_o, s.d_v, i, j);
+    });
+  }
+  void add_requested_in_double(Matrix<double> right) const {
+    for (int64_t i = 0; i < rows; i++) add_in_double(right.row(i), kl.row(i), dS);
+  }
+  void read_in_double(Matrix<double> right) const {  // diag(beta) r
+    for (int64_t i = 0; i < rows; i++) {
+      double* to = right.row(i);
+      for (int64_t j = 0; j < W; j++) to[j] = 0;
+      add_in_double(to, (wide ? ke : k).row(i), S);
+      for (int64_t j = 0; j < W; j++) to[j] = beta[i] * (v.row(i)[j] - scale[i] * to[j]);
+    }
+  }
+  void add_in_double(double* to, const T* key, Matrix<T> state) const {
+    for (int64_t x = 0; x < K; x++)
+      for (int64_t j = 0; j < W; j++) to[j] += double(key[x]) * state.row(x)[j];
+  }
+  bool above_1() const {
+    VI<T> above{};
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < padded(i, L); j += L) {
+        const V<T> x = load<T>(Low.row(i) + j, L);
+        above |= (x > 1) | (x < -1);
+      }
+    for (int x = 0; x < L; x++)
+      if (above[x]) return true;
+    return false;
+  }
+  // L, whose products and decays are rounded to double; place for right sides behind it.
+  Matrix<double> low_in_double() {
+    constexpr int64_t D = Vec<double>::L;
+    in_double.resize((K + rows * rows + rows * W) / D);
+    double* const decayed = (double*)in_double.data();
+    Matrix<double> low{decayed + K, rows};
+    std::memset(low.data, 0, rows * rows * sizeof(double));
+    for (int64_t j = 0; j < n; j++) {
+      for (int64_t x = 0; x < K; x++) decayed[x] = k.row(j)[x];
+      for (int64_t i = j + 1; i < n; i++) {
+        double sum[D] = {};
+        for (int64_t x = 0; x < K; x += D)
+          for (int64_t y = x; y < x + D; y++) {
+            if (wide) decayed[y] *= step.row(i)[y];
+            sum[y - x] += decayed[y] * k.row(i)[y];
+          }
+        double all = 0;
+        for (double x : sum) all += x;
+        low.row(i)[j] = all * beta[i] * (wide ? T(1) : E.row(i)[j]);
+      }
+    }
+    return low;
+  }
+  // (I + L) x = right or (I + L)' x = right, in place; use(row, column) with each vector of the first.
+  template <class U, class F> static NEVER_INLINE void solve_lower(Matrix<U> low, Matrix<U> right, int64_t rows, F use) {
+    in_tiles<U>(rows, right.width / Vec<U>::L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
       constexpr int R = TILE_ROWS<decltype(sum)>;
-      add_columns<T>(sum, left(Low), N, i, v, 0, i);
+      add_columns<U>(sum, left(low), right, i, v, 0, i);
 #pragma GCC unroll 8
       for (int x = 0; x < R; x++) {
-        subtract_from(N.row(i + x) + v * L, sum[x]);
+        subtract_from<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
 #pragma GCC unroll 8
-        for (int y = 0; y < x; y++) subtract(sum[x], Low.row(i + x)[i + y], sum[y]);
-        store_row(N.row(i + x) + v * L, sum[x]);
-        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) fetch_next_head(s.q, s.d_k, i + x, (v + y) * L);
+        for (int y = 0; y < x; y++) subtract<U>(sum[x], low.row(i + x)[i + y], sum[y]);
+        store_row<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) use(i + x, (v + y) * Vec<U>::L);
+      }
+    });
+  }
+  template <class U> static NEVER_INLINE void solve_transposed(Matrix<U> low, Matrix<U> right, int64_t rows) {
+    in_tiles<U>(rows, right.width / Vec<U>::L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
+      constexpr int R = TILE_ROWS<decltype(sum)>;
+      const int64_t end = rows - after, i = end - R;  // from the last rows to the first
+      add_columns<U>(sum, left(low, true), right, i, v, end, rows);
+#pragma GCC unroll 8
+      for (int x = R - 1; x >= 0; x--) {
+        subtract_from<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+#pragma GCC unroll 8
+        for (int y = R - 1; y > x; y--) subtract<U>(sum[x], low.row(i + y)[i + x], sum[y]);
+        store_row<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
       }
     });
   }
   // A row of a tile becomes what is at `from` minus it; loses a factor times another row; is stored.
-  template <int C> static ALWAYS_INLINE void subtract_from(const T* from, V<T> (&row)[C]) {
-    for (int x = 0; x < C; x++) row[x] = load<T>(from + x * L, L) - row[x];
+  template <class U, int C> static ALWAYS_INLINE void subtract_from(const U* from, V<U> (&row)[C]) {
+    for (int x = 0; x < C; x++) row[x] = load<U>(from + x * Vec<U>::L, Vec<U>::L) - row[x];
   }
-  template <int C> static ALWAYS_INLINE void subtract(V<T> (&row)[C], T factor, const V<T> (&other)[C]) {
+  template <class U, int C> static ALWAYS_INLINE void subtract(V<U> (&row)[C], U factor, const V<U> (&other)[C]) {
     for (int x = 0; x < C; x++) row[x] -= factor * other[x];
   }
-  template <int C> static ALWAYS_INLINE void store_row(T* to, const V<T> (&row)[C]) {
-    for (int x = 0; x < C; x++) store<T>(to + x * L, row[x], L);
+  template <class U, int C> static ALWAYS_INLINE void store_row(U* to, const V<U> (&row)[C]) {
+    for (int x = 0; x < C; x++) store<U>(to + x * Vec<U>::L, row[x], Vec<U>::L);
   }
 
   void block_forward() {
@@ -382,22 +493,11 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     transposed(N, NT, rows);
     lower_product(left(d_o), NT, rows, W, put(dP));
     // dN = P' d_o + kl dS, then (I + L)' dR = dN, in place
-    product(left(kl), dS, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      store<T>(dN.row(i) + j, x, L);
-      fetch_next_head(s.d_o, s.d_v, i, j);
-    });
-    product<UPPER>(left(P, true), d_o, rows, rows, add(dN));
-    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
-      constexpr int R = TILE_ROWS<decltype(sum)>;
-      const int64_t end = rows - after, i = end - R;  // from the last rows to the first
-      add_columns<T>(sum, left(Low, true), dN, i, v, end, rows);
-#pragma GCC unroll 8
-      for (int x = R - 1; x >= 0; x--) {
-        subtract_from(dN.row(i + x) + v * L, sum[x]);
-#pragma GCC unroll 8
-        for (int y = R - 1; y > x; y--) subtract(sum[x], Low.row(i + y)[i + x], sum[y]);
-        store_row(dN.row(i + x) + v * L, sum[x]);
-      }
+    product<UPPER>(left(P, true), d_o, rows, rows, put(dN));
+    solve_with_low(dN, [this](auto low, auto right) {
+      if constexpr (sizeof(right.data[0]) > sizeof(T)) this->add_requested_in_double(right);
+      else this->add_requested();
+      solve_transposed(low, right, rows);
     });
     lower_product(left(dN), NT, rows, W, put(dA));  // with the other sign
     for (int64_t i = 0; i < K; i++) at_end[i] = whole[i] * dot(S.row(i), dS.row(i), W);

@@ -22,9 +22,7 @@ template <class T> struct Linear {
   Decay decay(int64_t b, int64_t t) const { return {at(s.a, b, t, s.a_width), s.a_width == 1}; }
   // a x, but 0 where a is: nothing is carried to where a document begins, no NaN either.
   static ALWAYS_INLINE Vt times(Vt a, Vt x) { return a == 0 ? Vt{} : a * x; }
-  // a x + y. Where a is close to 1, the product must not be rounded by itself, which is left to the compiler: at each
-  // token it would be rounded the same way.
-  static ALWAYS_INLINE Vt add_decayed(Vt a, Vt x, Vt y) { return a * (a == 0 ? Vt{} : x) + y; }
+  static ALWAYS_INLINE Vt add_decayed(Vt a, Vt x, Vt y) { return fused<T>(a, a == 0 ? Vt{} : x, y); }
   // body(b, first block, end) for this thread's share of (batch, blocks)
   template <class F> void each(int64_t thread, F body) const {
     const int64_t units = s.batch * blocks(), end = units * (thread + 1) / s.threads;

@@ -144,58 +144,74 @@ template <class T, bool SSD> struct Scan {
     x.du = x.delta * u, x.y = D * u;
     x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
   }
-  typedef std::bool_constant<!SSD> Near1;  // those of Mamba-2 are `balanced`
-  typedef std::false_type Any;
+  // Whether decays are so near 1 that a state is the sum of many thousand tokens, in float32's rounding of its own: such
+  // states take `Exact` steps. step: a typical step size of the segment, or in Mamba-2 a decay.
   static ALWAYS_INLINE Vt typical_step(const Token* x, int64_t tokens) {  // of all, four are enough
-    return SSD ? Vt{} : (x[0].delta + x[tokens / 4].delta + (x[tokens / 2].delta + x[tokens * 3 / 4].delta)) * T(0.25);
+    const int64_t at[] = {0, tokens / 4, tokens / 2, tokens * 3 / 4};
+    Vt sum{};
+    for (int64_t t : at) sum += SSD ? splat<T>(x[t].decay) : x[t].delta;
+    return sum * T(0.25);
   }
-  // Whether a decay of Mamba-1 is so near 1 that the rounding of tokens' decays, the same for each, would be seen.
-  // step: a typical step size of the segment.
   template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt step, const Vt* A2) const {
-    if (SSD) return false;
+    if (SSD) return step[0] > T(1 - 1.0 / 2048) && step[0] <= 1;
     Vt nearest = A2[0];
     for (int n = 1; n < NS; n++) nearest = A2[n] > nearest ? A2[n] : nearest;
     VI<T> lane;
     for (int l = 0; l < L; l++) lane[l] = l;
     const Vt exponents = lane < typename Bits<T>::Int(k.width) ? step * nearest : splat<T>(-1);
-    return lane_sum(exponents > T(-1.0 / 256) ? splat<T>(1) : Vt{}) > 0;
+    return lane_sum(exponents > T(-1.0 / 2048) ? splat<T>(1) : Vt{}) > 0;
+  }
+  typedef std::true_type Exact;
+  typedef std::false_type Rounded;
+  // What is added to the exponent of token t's decays in Mamba-1: less than half of what rounding moves a decay, so that
+  // equal decays near 1 are not all rounded to the same side. Offsets of few tokens add up to little.
+  static ALWAYS_INLINE Vt offset(int64_t t) {
+    static constexpr T ULP = sizeof(T) == 4 ? T(5.9604645e-8 * LOG2E / 15) : T(1.1102230246251565e-16 * LOG2E / 15);
+    static constexpr T offsets[16] = {0, 4 * ULP, -4 * ULP, 6 * ULP, -6 * ULP, 2 * ULP, -2 * ULP, 7 * ULP,
+                                      0, -7 * ULP, 3 * ULP, -3 * ULP, 5 * ULP, -5 * ULP, 1 * ULP, -1 * ULP};
+    return splat<T>(offsets[t & 15]);
+  }
+  // main h + rest h + input, with what rounding leaves in `low`; main is 1 where a decay is near 1.
+  static ALWAYS_INLINE Vt exact_step(Vt main, Vt rest, Vt h, Vt input, Vt& low) {
+    const Vt first = main * h, second = rest * h + (input + low), sum = first + second;
+    low = second - (sum - first);
+    return sum;
+  }
+  static ALWAYS_INLINE void decay_parts(T decay, Vt& main, Vt& rest) {  // of Mamba-2
+    main = splat<T>(decay > T(0.5) ? T(1) : decay), rest = splat<T>(decay > T(0.5) ? decay - 1 : T(0));
   }
   // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
-  // each token's decays and states. NEAR_1: decays in two parts, both of which are left.
-  template <int NS, bool KEEPS, bool ADDS_Y, bool NEAR_1>
+  // each token's decays and states. EXACT: Mamba-1's decays in two parts, both of which are left.
+  template <int NS, bool KEEPS, bool ADDS_Y, bool EXACT>
   NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
                                Vt* state, Vt* kept) const {
     const int64_t begin = segment * K, end = segment_end(segment);
     const T *B = states(s.B, b, begin, k) + n0, *C = states(s.C, b, begin, k) + n0;
-    Vt now[NS], rate[NS];
+    Vt now[NS], low[NS] = {}, rate[NS];
     for (int n = 0; n < NS; n++) now[n] = state[n], rate[n] = SSD ? Vt{} : A2[n];
     if (KEEPS) for (int n = 0; n < NS; n++) kept[n] = now[n];
     for (int64_t t = begin; t < end; t++, x++, B += s.B.time_stride, C += s.C.time_stride) {
-      if (x->dropped) for (int n = 0; n < NS; n++) now[n] = Vt{};
-      const Vt delta = x->delta, du = x->du;
+      if (x->dropped) for (int n = 0; n < NS; n++) now[n] = low[n] = Vt{};
+      const Vt delta = x->delta, du = x->du, to_either_side = SSD ? Vt{} : offset(t);
       Vt y = ADDS_Y ? x->y : Vt{};
 #pragma GCC unroll 8
       for (int n = 0; n < NS; n++) {
-        Vt decay, rest;
-        if (NEAR_1) {
-          exp2_parts(delta * rate[n], decay, rest);
-          now[n] = decay * now[n] + (rest * now[n] + du * B[n]);
+        Vt decay = splat<T>(x->decay), rest;
+        if (EXACT) {
+          if (SSD) decay_parts(x->decay, decay, rest);
+          else exp2_parts(delta * rate[n], decay, rest);
+          now[n] = exact_step(decay, rest, now[n], du * B[n], low[n]);
         } else {
-          decay = SSD ? splat<T>(x->decay) : exp2v<T>(delta * rate[n]);
-          if constexpr (SSD) {
-            const Vt input = du * B[n];
-            now[n] = decay * now[n] + input;
-          } else {
-            now[n] = decay * now[n] + du * B[n];
-          }
+          if (!SSD) decay = exp2v<T>(delta * rate[n] + to_either_side);
+          now[n] = decay * now[n] + du * B[n];
         }
         if (ADDS_Y) y += now[n] * C[n];
         if (KEEPS && !SSD) kept[NS + n] = decay;
-        if (KEEPS && NEAR_1) kept[2 * NS + n] = rest;
-        if (KEEPS) kept[(2 + NEAR_1) * NS + n] = now[n];
+        if (KEEPS && EXACT) kept[2 * NS + n] = rest;
+        if (KEEPS) kept[(2 + EXACT) * NS + n] = now[n];
       }
       if (ADDS_Y) x->y = y;
-      if (KEEPS) kept += (2 + NEAR_1) * NS;
+      if (KEEPS) kept += (2 + EXACT) * NS;
     }
     if (!KEEPS) for (int n = 0; n < NS; n++) state[n] = now[n];
   }
@@ -238,8 +254,8 @@ template <class T, bool SSD> struct Scan {
           run_states<count.value, false, true, near.value>(b, segment, block[i], n, tokens + (i - first) * K,
                                                            A2 + i * N + n, state + i * N + n, nullptr);
         };
-        if (has_decays_near_1<count.value>(block[i], step, A2 + i * N + n)) run(Near1());
-        else run(Any());
+        if (has_decays_near_1<count.value>(block[i], step, A2 + i * N + n)) run(Exact());
+        else run(Rounded());
       });
     }
     for (int64_t t = begin; t < end; t++)
@@ -419,8 +435,8 @@ template <class T, bool SSD> struct Scan {
           if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
           sweep<NS, WINDOWED, near.value>(b, segment, k, n, x, w);
         };
-        if (!WINDOWED && has_decays_near_1<NS>(k, steps[i - first], A2)) run(std::bool_constant<!WINDOWED && Near1::value>());
-        else run(Any());
+        if (!WINDOWED && has_decays_near_1<NS>(k, steps[i - first], A2)) run(std::bool_constant<!WINDOWED>());
+        else run(Rounded());
       }
     });
     for (int64_t i = first; i < last; i++) w.dD[i] = w.dbias[i] = Vt{};
@@ -448,12 +464,15 @@ template <class T, bool SSD> struct Scan {
     }
   }
   // The adjoint of NS states through a segment, in reverse
-  template <int NS, bool WINDOWED, bool NEAR_1>
+  template <int NS, bool WINDOWED, bool EXACT>
   NEVER_INLINE void sweep(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, Work& w) const {
     const int64_t begin = segment * K, end = segment_end(segment), W = s.window, owned = s.seqlen - s.halo;
     const int64_t at = k.index * N + n0, B_stride = s.B.time_stride, C_stride = s.C.time_stride;
     const T *B = states(s.B, b, end - 1, k) + n0, *C = states(s.C, b, end - 1, k) + n0;
-    constexpr int KEPT = (2 + NEAR_1) * NS;
+    constexpr int KEPT = (2 + EXACT) * NS;
+    constexpr bool IN_TURN = (SSD || EXACT) && !WINDOWED;  // R is mu, which the next turn multiplies by its decay
+    Vt main[NS], rest[NS], low[NS];                        // that decay's parts; low: in w.S between segments
+    for (int n = 0; n < NS; n++) main[n] = splat<T>(1), rest[n] = Vt{}, low[n] = EXACT ? w.S[at + n] : Vt{};
     const Vt *kept = w.kept.data() + (end - begin) * KEPT, *P = w.P.data() + (end - begin) * NS;
     const Vt* dfinal = &w.dfinal[at];
     Vt* dB_dC = w.dB_dC.data() + 2 * (n0 * K + (end - begin) * NS);
@@ -462,7 +481,7 @@ template <class T, bool SSD> struct Scan {
     x += end - begin;
     const auto token = [&](int64_t t, auto owns, auto drops) ALWAYS_INLINE_LAMBDA {
       const Vt delta = x->delta, dy = x->dy, du = x->du;
-      const Vt *h = kept, *h0 = kept - KEPT, *decays = h0 + NS, *rests = decays + NS;  // rests: NEAR_1
+      const Vt *h = kept, *h0 = kept - KEPT, *decays = h0 + NS, *rests = decays + NS;  // rests: EXACT
       const bool closes = WINDOWED && (t % W == W - 1 || t == s.seqlen - 1);  // last token of its block
       const bool opens = WINDOWED && t % W == 0;                              // first token of its block
       const bool joined = WINDOWED && !opens && (t / W + 1) * W < s.seqlen;   // the window reaches the next block
@@ -472,14 +491,18 @@ template <class T, bool SSD> struct Scan {
         const Vt decay = SSD ? splat<T>(x->decay) : drops ? Vt{} : decays[n];
         Vt mu = dy * C[n];
         if (WINDOWED && t == s.seqlen - 1) mu += dfinal[n];
-        if (!(WINDOWED && closes)) mu += R[n];
-        R[n] = NEAR_1 && !drops ? rests[n] * mu + decay * mu : decay * mu;
-        Vt pulled = R[n];
+        if (EXACT) mu = exact_step(main[n], rest[n], R[n], mu, low[n]);
+        else if (IN_TURN) mu += main[n] * R[n];
+        else if (!(WINDOWED && closes)) mu += R[n];
+        Vt pulled = EXACT && !SSD && !drops ? decay * mu + rests[n] * mu : decay * mu;
+        R[n] = IN_TURN ? mu : pulled;
+        if (IN_TURN) main[n] = decay, rest[n] = SSD || drops ? Vt{} : rests[n];
+        if (EXACT && SSD) decay_parts(x->decay, main[n], rest[n]);
         if (WINDOWED) {
           if (joined) mu += times(S[n], P[n]), pulled = decay * mu;
           S[n] = opens ? decay : decay * S[n];
         }
-        if (drops) R[n] = S[n] = Vt{};
+        if (drops) R[n] = S[n] = low[n] = Vt{};
         if (owns) {
           dB_dC[n] += mu * du;
           dB_dC[NS + n] += dy * h[n];
@@ -500,7 +523,10 @@ template <class T, bool SSD> struct Scan {
       if (t >= owned) x->dropped ? token(t, No(), Yes()) : token(t, No(), No());
       else x->dropped ? token(t, Yes(), Yes()) : token(t, Yes(), No());
     }
-    for (int n = 0; n < NS; n++) w.R[at + n] = R[n], w.S[at + n] = S[n];
+    for (int n = 0; n < NS; n++) {
+      w.R[at + n] = EXACT ? exact_step(main[n], rest[n], R[n], Vt{}, low[n]) : IN_TURN ? main[n] * R[n] : R[n];
+      w.S[at + n] = EXACT ? low[n] : S[n];
+    }
     for (int n = 0; n < NS && !SSD; n++) add_to<T>(&w.sums[(k.index * (N + 2) + n0 + n) * L], dA[n]);
   }
   // Token t's gradients, from the sums over its states
@@ -539,19 +565,34 @@ template <class T, bool SSD> struct Scan {
   }
 };
 
-// Mamba-2's decays near 1, which may round the same way at each token: what rounding takes from one is added to the next.
-template <class T> void balance(const ScanArgs& s) {
-  std::vector<T> rest(s.nheads);
+// Mamba-2's decays in place of their exponents, and 0 where a document begins. Those near 1 may round the same way at each
+// token: what rounding takes from one is added to the next.
+template <class T> void make_decays(const ScanArgs& s) {
+  constexpr int64_t TOKENS = 64;
+  std::vector<T> rounded_off(TOKENS * s.nheads), to_next(s.nheads);
   for (int64_t b = 0; b < s.batch; b++) {
-    std::fill(rest.begin(), rest.end(), T(0));
-    for (int64_t t = 0; t < s.seqlen; t++) {
-      T *decays = row<T>(s.decay, b, t), *to_next = rest.data();
-      const T* less_one = row<T>(s.less_one, b, t);
-      for (int64_t h = 0; h < s.nheads; h++) {
-        const T decay = decays[h], left = to_next[h] + (less_one[h] - (decay - 1)), balanced = decay + left;
-        const bool near_1 = decay > T(0.5);
-        to_next[h] = near_1 ? left - (balanced - decay) : to_next[h];
-        decays[h] = near_1 ? balanced : decay;
+    std::fill(to_next.begin(), to_next.end(), T(0));
+    for (int64_t first = 0; first < s.seqlen; first += TOKENS) {
+      const int64_t tokens = s.seqlen - first < TOKENS ? s.seqlen - first : TOKENS, count = tokens * s.nheads;
+      T *decays = row<T>(s.decay, b, first), *off = rounded_off.data(), *next = to_next.data();
+      each_vector<T>(count, 0, (count + Vec<T>::L - 1) / Vec<T>::L, [=](int64_t, int64_t i, int width) {
+        V<T> main, more;
+        exp2_parts(load<T>(decays + i, width) * T(LOG2E), main, more);
+        const V<T> decay = main + more;
+        store<T>(decays + i, decay, width);
+        store<T>(off + i, more - (decay - main), width);
+      });
+      for (int64_t t = first; t < first + tokens; t++, decays += s.nheads, off += s.nheads) {
+        if (s.reset && s.reset[b * s.seqlen + t]) {
+          std::memset(decays, 0, s.nheads * sizeof(T));
+          continue;
+        }
+        for (int64_t h = 0; h < s.nheads; h++) {
+          const T decay = decays[h], left = next[h] + off[h], balanced = decay + left;
+          const bool near_1 = decay > T(0.5) && decay < T(2);
+          next[h] = near_1 ? left - (balanced - decay) : next[h];
+          decays[h] = near_1 ? balanced : decay;
+        }
       }
     }
   }
@@ -561,7 +602,7 @@ template <class T, bool SSD> void run(const ScanArgs& s, bool backward) {
   parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
 }
 template <class T> void dispatch(const ScanArgs& s, bool ssd, bool backward) {
-  if (s.less_one.data) balance<T>(s);
+  if (ssd) make_decays<T>(s);
   if (ssd) run<T, true>(s, backward);
   else run<T, false>(s, backward);
 }

@@ -11,7 +11,7 @@ struct ScanArgs {
   int64_t batch, seqlen, nheads, headdim, ngroups, d_state;  // Mamba-1: nheads 1, headdim d_inner, ngroups 1
   int64_t interval, threads, partials, softplus, window, halo;
   Rows u, delta, B, C, z;       // Mamba-2: delta is (batch, seqlen, nheads)
-  Rows decay, less_one;         // Mamba-2, token by token: a, which is written, and a - 1 (any where a is 0) or null; (batch, seqlen, nheads)
+  Rows decay;                   // Mamba-2, token by token: delta A, in whose place comes a; (batch, seqlen, nheads), contiguous
   Rows y;                       // forward's output
   void *A, *D, *delta_bias;     // (channels, d_state), (channels), (channels)
   void *initial_state, *final_state;  // (batch, channels, d_state)

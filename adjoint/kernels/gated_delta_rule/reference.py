@@ -44,7 +44,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     states, written = [], []
     for i, (value, read, keys, decay) in enumerate(c.each(values, reads, c.k_last, c.chunk_decay)):
         states.append(state)
-        written.append(value - c.from_state(read @ state, i))
+        written.append((value - c.from_state(read @ state.to(read.dtype), i)).to(k.dtype))
         state = c.through(state * decay, i) + keys.mT @ c.to_state(written[-1], i)
     before = torch.stack(states, dim=2)
     out = c.from_state((c.q * c.since) @ before) + c.mixed(c.within, torch.stack(written, dim=2))
@@ -57,7 +57,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     do = c.chunks(do)
     # R / β
     residual = c.v - c.from_state((c.k * c.since) @ states)
-    written = c.solved(residual * c.beta)
+    written = c.solved(residual * c.beta).to(k.dtype)
     reads = c.from_state(c.solved(c.from_state(c.k * c.beta * c.since)))
     d_inside = c.mixed(c.within, do, transposed=True)
     d_read = c.from_state(c.q * c.since).mT @ c.from_state(do)
@@ -68,9 +68,10 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     ):
         d_states.append(d)
         d_written.append(inside + c.to_state(keys @ d, i))
-        d = c.through(d * decay, i) + d_through_q - read.mT @ c.from_state(d_written[-1], i)
+        through_read = read.mT @ c.from_state(d_written[-1], i).to(read.dtype)
+        d = (c.through(d * decay, i) + d_through_q - through_read).to(k.dtype)
     d_after = torch.stack(d_states[::-1], dim=2)
-    dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True)
+    dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True).to(k.dtype)
     d_pairs, d_system = c.paired(do @ written.mT), c.paired(-(dr @ written.mT)).tril(-1)
     dv = dr * c.beta
     dbeta = (dr * residual).sum(-1) + (d_system * c.keys).sum(-1)
@@ -109,4 +110,6 @@ class _Chunks(DecayedChunks):
         self.k_last = self.to_state(self.k * self.until)
         self.within = self.decayed(self.q, self.k)
         self.keys = self.decayed(self.k, self.k)
-        self.system = self.keys * self.beta
+        self.set_system(
+            self.keys * self.beta, lambda: self.decayed(self.k.double(), self.k.double()) * self.beta
+        )

@@ -104,6 +104,22 @@ def over_edge(x, begins, HAS_RESET: tl.constexpr):
 
 
 @triton.jit
+def chunk_left(total, chunk, ACC: tl.constexpr):
+    """exp(total), what a chunk leaves of a state. Near 1, where the hardware's approximation and rounding
+    would move the state of all chunks the same way, by a series, and rounded to either side in turn."""
+    if ACC == tl.float64:  # noqa: SIM300 - the constexpr is what knows how to compare
+        return tl.exp(total)
+    else:
+        near = (total > -0.25) & (total < 0.25)
+        x = tl.where(near, total, 0.0)
+        fifth = 1.0 / 24.0 + x * (1.0 / 120.0 + x * (1.0 / 720.0))
+        series = x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * fifth)))
+        # -7 to 7 fifteenths of what moves a number below 1 to the next; neighbours add up to little
+        offset = ((chunk * 7 + 7) % 15 - 7).to(ACC) * (5.9604645e-8 / 15.0)
+        return tl.where(near, 1.0 + (series + offset), tl.exp(total))
+
+
+@triton.jit
 def times_decay(x, decay, HAS_RESET: tl.constexpr):
     """``decay * x``; 0 where the decay is, as over an edge of documents, whatever x is (`over_edge`)."""
     if HAS_RESET:

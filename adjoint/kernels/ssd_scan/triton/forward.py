@@ -39,7 +39,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adjoint.kernels.triton.common import LENGTHS, log1p_exp, rows_of
+from adjoint.kernels.triton.common import LENGTHS, chunk_left, log1p_exp, rows_of
 
 
 @triton.jit
@@ -319,7 +319,7 @@ def chunk_state_kernel(
     at = (batch * chunks + chunk) * nheads + head
     ok = (p < headdim)[:, None] & (n < d_state)[None, :]
     tl.store(local + at * (headdim * d_state) + p[:, None] * d_state + n[None, :], out, mask=ok)
-    total = tl.where(all_resets == 0, tl.exp(tl.sum(sums[1], axis=0)), 0.0)
+    total = tl.where(all_resets == 0, chunk_left(tl.sum(sums[1], axis=0), chunk, ACC), 0.0)
     # one program writes it: that of the first columns
     tl.store(decay + at, total, mask=tl.program_id(1) < nheads)
 
