@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,15 +62,24 @@ def unread_result(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
 
+class _LinearContext(Protocol):
+    """The values that `_UnreadLinear` keeps from its forward for its backward."""
+
+    saved_tensors: tuple[Tensor, Tensor]
+    needs_input_grad: tuple[bool, bool, bool]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _UnreadLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: _LinearContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return unread_result(x, weight)
 
     @staticmethod
     @differentiable_once("a linear map of a recomputed layer")
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: _LinearContext, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (needs_x, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
         rows = dy.flatten(0, -2)
         d_weight = rows.t() @ x.flatten(0, -2) if needs_weight else None

@@ -85,7 +85,7 @@ def test_segments_of_documents_of_second_backwards_and_of_sums_of_gradients(name
 
 @pytest.mark.parametrize("options", [{}, {"d_intermediate": 14}])
 def test_under_autocast_segments_round_no_more_than_backpropagation(options: dict[str, int]) -> None:
-    """With the last product of a recomputed layer left out, whose weight's gradient goes to a wider sum."""
+    """Gradients of a recomputed layer's last product, which is left out, go to float32 sums."""
     stack = make_model("mamba2", n_layer=3, **options).float()
     ids = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(0))
     gradients = []
