@@ -120,7 +120,7 @@ class HFModel:
                 assert self.temperature is not None
                 self.stage.temperature = self.temperature
         stages = [self.stage] if collect is None else [self.stage, collect]
-        return make_step(stages, batch, spec, _backward_context(verification), group)
+        return make_step(stages, batch, spec, backward_context(verification), group)
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""
@@ -168,7 +168,7 @@ def _hidden_states_for_logits(call: Call, batch: Batch) -> HiddenStates:
     return HiddenStates(num_tokens, batch.seqlen - num_tokens)
 
 
-def _backward_context(verification: Verification) -> ContextFactory:
+def backward_context(verification: Verification) -> ContextFactory:
     """Return a context for the backward: the model as it is now, locked against other threads."""
     if not torch.is_grad_enabled() or verification.holding.kind.is_gathered:
         return contextlib.nullcontext

@@ -23,7 +23,7 @@ from adjoint.hf import check
 from adjoint.hf.call import Call
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import head_logits, logprobs, run_checkpointed, vocab_size_of
-from adjoint.hf.hf_model import HFModel, _backward_context
+from adjoint.hf.hf_model import HFModel, backward_context
 from adjoint.hf.model_parts import current_weights_type
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, make_step
 from adjoint.hf.two_passes import refuse_other_values, two_passes
@@ -103,7 +103,7 @@ def _differentiable_values(call: Call, verification: Verification, request: Valu
     batch, spec = HFModel(verification).cut(call, group)
     collect = _CollectValues(batch, request, dtype)
     stage = _stage_of(TokenValues, call, verification, request)
-    step = make_step([stage, collect], batch, spec, _backward_context(verification), group)
+    step = make_step([stage, collect], batch, spec, backward_context(verification), group)
     values = hidden_by_chunks(step, collect).hidden
     _refuse_randomness(step, stage)
     return values.reshape(*call.ids.shape, -1)
@@ -117,7 +117,7 @@ def _weighted_sum(call: Call, verification: Verification, request: ValueRequest,
     inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
     batch = dataclasses.replace(batch, inputs=inputs, divisor=1)
     stage = _stage_of(WeightedTokenValues, call, verification, request)
-    return make_step([stage], batch, spec, _backward_context(verification), group).loss().loss
+    return make_step([stage], batch, spec, backward_context(verification), group).loss().loss
 
 
 def _stage_of(
