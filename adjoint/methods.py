@@ -308,6 +308,9 @@ class Exact(Method):
 
     def describe(self, picked: bool = False) -> str:
         stored = _STORED["offload" if self.offload else self.keep]
+        if self.segment_layers is not None:
+            place = " in host memory" * self.storage.offload
+            stored = f"states and the inputs of every {self.segment_layers:,} layers kept{place}"
         if self.checkpoints is not None:
             place = " in host memory" * self.offload
             stored = f"{self.checkpoints:,} states kept{place}, the others computed again"

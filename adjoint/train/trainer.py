@@ -489,14 +489,16 @@ class Trainer:
     def _announce(self) -> None:
         data, settings, method = self.data, self.settings, self.method
         picked = method.has_chunks and method.chunk_size is None
-        if picked:
+        picks_segments = self.device.type == "cuda" and method.storage.segment_layers is None
+        if picked and not picks_segments:
             method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
+        segments = ", in chunks and segments of layers that are picked" * picks_segments
         answers = "" if data.predicted is None else f", {data.predicted:.1%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}\n"
-            f"method: {method.describe(picked)}\n"
+            f"method: {method.describe(picked)}{segments}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens, "
