@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from adjoint.batch import Batch
-from adjoint.engine.chunk_size import chunk_size_for
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import TOKENS, TrialKind, some_numbers
 from adjoint.hf import check
 from adjoint.hf.cache import Slot, zeros
 from adjoint.hf.call import CallKind
 from adjoint.hf.chunk_context import ChunkContext
-from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.chunking import kept_features
 from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
@@ -103,24 +102,6 @@ class Pretrained:
         if precision == "float64":
             slots = tuple(dataclasses.replace(slot, dtype=torch.float64) for slot in slots)
         return dataclasses.replace(self, slots=slots)
-
-    def chunk_size(
-        self,
-        batch: int,
-        seqlen: int,
-        element: int,
-        device: str,
-        memory: float | None,
-        checkpoints: int | None = None,
-        weights_on_host: bool = False,
-    ) -> int:
-        """Return the tokens of a chunk if the method does not set them.
-
-        Args:
-            element, weights_on_host: as in `sizes_of`; the others as in `chunk_size_for`.
-        """
-        sizes = sizes_of(self.features, self.slots, element, self.d_model, weights_on_host)
-        return chunk_size_for(sizes, batch, seqlen, device, memory, checkpoints)
 
     def initial_states(self, span: range, batch: int, device: torch.device) -> State:
         """Return the state of a span's layers before a sequence."""
