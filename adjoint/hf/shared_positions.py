@@ -23,6 +23,7 @@ class SharedPositions:
 
     def __init__(self) -> None:
         self._positions: dict[tuple[object, ...], Tensor] = {}
+        self._storages = set[int]()
         self._results: dict[tuple[object, ...], object] = {}
         self._bytes = 0
 
@@ -30,7 +31,8 @@ class SharedPositions:
         """Return the positions [start, stop) in each row, (rows, stop - start) int64."""
         key = start, stop, rows, device
         if key not in self._positions:
-            self._positions[key] = torch.arange(start, stop, device=device).expand(rows, -1)
+            self._positions[key] = positions = torch.arange(start, stop, device=device).expand(rows, -1)
+            self._storages.add(positions.untyped_storage()._cdata)
         return self._positions[key]
 
     def result(self, key: tuple[object, ...], positions: Tensor, compute: Callable[[], object]) -> object:
@@ -41,7 +43,7 @@ class SharedPositions:
             positions: a view of what `positions` has returned; the results of others are not remembered.
         """
         storage = positions.untyped_storage()._cdata
-        if all(t.untyped_storage()._cdata != storage for t in self._positions.values()):
+        if storage not in self._storages:
             return compute()
         key = *key, storage, positions.storage_offset(), positions.shape, positions.stride()
         if key not in self._results:
@@ -57,6 +59,7 @@ class SharedPositions:
     def clear(self) -> None:
         """Forget everything."""
         self._positions.clear()
+        self._storages.clear()
         self._results.clear()
         self._bytes = 0
 
