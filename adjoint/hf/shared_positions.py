@@ -83,7 +83,7 @@ class SharedRotary(nn.Module):
         others = *args, *kwargs.items()
         if not all(other is None or isinstance(other, (str, int, tuple)) for other in others):
             return compute()
-        key = id(self), x.dtype, x.device, others
+        key = id(self.module), x.dtype, x.device, others
         shared: SharedPositions = self.__dict__["shared"]
         return shared.result(key, position_ids, compute)
 
