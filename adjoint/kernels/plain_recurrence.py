@@ -31,9 +31,9 @@ def recurrence(
     """
     seqlen = b.shape[1]
     if seqlen <= STRETCH and exponent is not None and initial is not None:
-        total, h = exponent.cumsum(1), initial.unsqueeze(1)
+        total, first = exponent.cumsum(1), initial.unsqueeze(1)
         # a factor near 1 would be rounded the same way in each segment
-        through = torch.where(total > -0.5, h + torch.expm1(total) * h, total.exp() * h)
+        through = torch.where(total > -0.5, first + torch.expm1(total) * first, total.exp() * first)
         return recurrence(a, b, cut=cut) + zero_where(through, None if cut is None else _so_far(cut))
     if seqlen <= STRETCH:
         states, h = [], initial
