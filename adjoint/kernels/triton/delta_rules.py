@@ -189,16 +189,10 @@ def decaying(g, place, n, members, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC
 @triton.jit
 def running_sums(g, place, members, HAS_RESET: tl.constexpr, Q: tl.constexpr, ACC: tl.constexpr):
     """c, the sums of g over a document's tokens of a chunk up to each, and the sum of all. The first token
-    of a document has nothing before it that would decay.
-
-    Both in two parts, of which the first are multiples of 1/16 and exact: a strong decay would else take the
-    digits of the others in differences of sums. Nothing is left of what decays by e^-10000."""
+    of a document has nothing before it that would decay."""
     first, seqlen, _, segment = place
     values = scalars(g, first, seqlen, members & (begins_of(segment, HAS_RESET, Q) == 0), Q, ACC)
-    values = tl.where(values < -10000.0, -10000.0, values)
-    high = tl.floor(values * 16.0 + 0.5) * 0.0625
-    low = values - high
-    return tl.cumsum(high, axis=0), tl.cumsum(low, axis=0), tl.sum(high, axis=0), tl.sum(low, axis=0)
+    return tl.cumsum(values, axis=0), tl.sum(values, axis=0)
 
 
 @triton.jit
@@ -210,8 +204,7 @@ def since_before(
     if WIDE:
         c = tl.cumsum(decaying(g, place, n, members, HAS_RESET, Q, ACC), axis=0)
     else:
-        c, low, _, _ = running_sums(g, place, members, HAS_RESET, Q, ACC)
-        c = (c + low)[:, None]
+        c = running_sums(g, place, members, HAS_RESET, Q, ACC)[0][:, None]
     return tl.where(members[:, None], tl.exp(c), 0.0)
 
 
@@ -226,8 +219,8 @@ def until_end(
         later = later_rows(g, place, n, members & (tl.arange(0, Q) < Q - 1), Q, ACC)
         rest = tl.cumsum(later, axis=0, reverse=True)
     else:
-        c, low, total, total_low = running_sums(g, place, members, HAS_RESET, Q, ACC)
-        rest = ((total - c) + (total_low - low))[:, None]
+        c, total = running_sums(g, place, members, HAS_RESET, Q, ACC)
+        rest = (total - c)[:, None]
     return tl.where(members[:, None], tl.exp(rest), 0.0)
 
 
@@ -239,8 +232,7 @@ def chunk_decay(
     if WIDE:
         total = tl.sum(decaying(g, place, n, members, HAS_RESET, Q, ACC), axis=0)
     else:
-        _, _, total, low = running_sums(g, place, members, HAS_RESET, Q, ACC)
-        total += low
+        total = running_sums(g, place, members, HAS_RESET, Q, ACC)[1]
     return chunk_left(total, place[0] // Q, ACC)
 
 
@@ -272,9 +264,8 @@ def pair_decays(
     if WIDE:
         return pair.to(ACC)
     else:
-        c, low, _, _ = running_sums(g, place, members, HAS_RESET, Q, ACC)
-        between = (c[:, None] - c[None, :]) + (low[:, None] - low[None, :])
-        between = -between if TRANSPOSED else between
+        c, _ = running_sums(g, place, members, HAS_RESET, Q, ACC)
+        between = c[None, :] - c[:, None] if TRANSPOSED else c[:, None] - c[None, :]
         return tl.exp(tl.where(pair, between, float("-inf")))
 
 
