@@ -30,10 +30,13 @@ class SharedPositions:
     def positions(self, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
         """Return the positions [start, stop) in each row, (rows, stop - start) int64."""
         key = start, stop, rows, device
-        if key not in self._positions:
-            self._positions[key] = positions = torch.arange(start, stop, device=device).expand(rows, -1)
+        if key in self._positions:
+            return self._positions[key]
+        positions = torch.arange(start, stop, device=device).expand(rows, -1)
+        if not positions.is_inference():  # which a backward could not read
+            self._positions[key] = positions
             self._storages.add(positions.untyped_storage()._cdata)
-        return self._positions[key]
+        return positions
 
     def result(self, key: tuple[object, ...], positions: Tensor, compute: Callable[[], object]) -> object:
         """Return compute(), or what it has returned for the same positions.
@@ -43,7 +46,7 @@ class SharedPositions:
             positions: a view of what `positions` has returned; the results of others are not remembered.
         """
         storage = positions.untyped_storage()._cdata
-        if storage not in self._storages:
+        if storage not in self._storages or torch.is_inference_mode_enabled():
             return compute()
         key = *key, storage, positions.storage_offset(), positions.shape, positions.stride()
         if key not in self._results:

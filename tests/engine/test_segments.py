@@ -142,6 +142,20 @@ def test_random_numbers_of_segments_are_those_of_the_whole() -> None:
     same(*gradients)
 
 
+def test_an_evaluation_between_forward_and_backward_leaves_segments_their_positions() -> None:
+    model, ids = model_of(LLAMA), torch.randint(0, 17, (1, 24))
+    inputs = model.inputs(ids, ids)
+    expected, method = model.results(None, inputs), Exact(5, segment_layers=1)
+    model.model.zero_grad()
+    with model.double():
+        loss = model.call(method, inputs).loss
+        with torch.inference_mode():
+            model.call(method, inputs)
+        loss.backward()
+    gradients = {n: p.grad for n, p in model.model.named_parameters()}
+    same(gradients | {"loss": loss.detach()}, expected)
+
+
 def test_a_model_whose_backbone_has_hooks_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of the final norm, which would run in every segment."""
     model, calls = model_of(LLAMA), []
