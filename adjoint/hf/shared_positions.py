@@ -28,7 +28,8 @@ class SharedPositions:
 
     def positions(self, start: int, stop: int, rows: int, device: torch.device) -> Tensor:
         """Return the positions [start, stop) in each row, (rows, stop - start) int64."""
-        key = start, stop, rows, device
+        # a backward cannot read what a call in inference mode has made
+        key = start, stop, rows, device, torch.is_inference_mode_enabled()
         if key not in self._positions:
             self._positions[key] = torch.arange(start, stop, device=device).expand(rows, -1)
         return self._positions[key]
