@@ -19,9 +19,10 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.errors import UserError
-from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.checks import has_hooks_on_result, is_untouched
 from adjoint.kernels.unread import unread
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
+from adjoint.layers.mlp import GatedMLP
 
 
 class Handoff(abc.ABC):
@@ -322,19 +323,25 @@ class Layer(Stage):
 
     @functools.cached_property
     def _last_product(self) -> nn.Module | None:
-        """The linear map whose result is added to the residual stream last; None of a block of the user's."""
+        """The linear map whose result is added to the residual stream last; None if others may read it."""
         block = self.block
-        if _class_of(block) is not Block or block.tensor_group is not None or self.recompute != "none":
+        if not _is_untouched(block, Block) or block.tensor_group is not None or self.recompute != "none":
             return None
-        if block.mlp is None and _class_of(block.mixer) not in MIXERS.values():
-            return None
-        last: nn.Module | None = getattr(block.mixer if block.mlp is None else block.mlp, "out_proj", None)
+        module = block.mixer if block.mlp is None else block.mlp
+        kinds = MIXERS.values() if block.mlp is None else (GatedMLP,)
+        last: nn.Module | None = getattr(module, "out_proj", None) if _is_untouched(module, *kinds) else None
         return last
 
     def windowed_vjp(self, inputs: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
         """Compute the vjp cut to a window: see `tile.windowed_vjp`."""
         assert isinstance(self.block, Block)
         return tile.windowed_vjp(self.block, self.tensors.replaced, inputs, gradients)
+
+
+def _is_untouched(module: Any, *kinds: type) -> bool:
+    """Whether a module is of one of these classes, and no code of the user's reads or replaces its result."""
+    is_replaced = "forward" in vars(module) or has_hooks_on_result(module)
+    return _class_of(module) in kinds and not is_replaced
 
 
 def _class_of(module: Any) -> type:

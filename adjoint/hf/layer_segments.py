@@ -38,6 +38,8 @@ from adjoint.hf.verify.trial_gradients import (
     gradient_functions,
     gradients_by_engine,
 )
+from adjoint.kernels.checks import has_hooks_on_result
+from adjoint.kernels.unread import nan_for_zeros
 from adjoint.methods import Exact
 
 
@@ -137,12 +139,15 @@ def _compare_segments(
         return make_step([stage], call.batch()[0], spec)
 
     by_whole, _ = gradient_functions(Exact(), CallKind())
-    compare(model, by_whole, gradients_by_engine(by_segments), SPANS)
+    with nan_for_zeros():
+        compare(model, by_whole, gradients_by_engine(by_segments), SPANS)
 
 
 @torch.no_grad()
 def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor) -> list[str | None]:
-    """Return the name in each layer of the `nn.Linear` that it calls last, or None."""
+    """Return the name in each layer of the `nn.Linear` that it calls last, or None.
+
+    There is none, or hooks may read its result."""
     backbone, last = backbone_of(model), dict[int, str]()
     with contextlib.ExitStack() as stack:
         for k, layer in enumerate(getattr(backbone, description.layers)):
@@ -151,7 +156,18 @@ def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor)
                     note = functools.partial(_note_call, last, k, name)
                     stack.callback(module.register_forward_hook(note).remove)
         original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)
-    return [last.get(k) for k in range(description.n_layer)]
+    layers = enumerate(getattr(backbone, description.layers))
+    return [None if _reads_result(layer, name := last.get(k, "")) else name or None for k, layer in layers]
+
+
+def _reads_result(layer: nn.Module, name: str) -> bool:
+    """Whether hooks of the modules around a linear map may read its result, for tensors that no module lists.
+
+    Args:
+        name: of the linear map in its layer.
+    """
+    parents = [name[:i] for i, character in enumerate(name) if character == "."]
+    return any(has_hooks_on_result(layer.get_submodule(parent)) for parent in ("", *parents))
 
 
 def _note_call(last: dict[int, str], layer: int, name: str, *_: object) -> None:

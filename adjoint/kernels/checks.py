@@ -24,6 +24,12 @@ def is_untouched(module: nn.Module, *kinds: type) -> bool:
     return type(module) in kinds and not hooks and "forward" not in vars(module)
 
 
+def has_hooks_on_result(module: nn.Module) -> bool:
+    """Whether hooks read or replace a module's result, apart from those of torch that distribute weights."""
+    hooks = module._forward_hooks.values()
+    return any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
+
+
 def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate an autograd function's backward so that it refuses create_graph=True.
 

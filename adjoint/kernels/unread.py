@@ -6,6 +6,8 @@ checkpointing stops early for the same reason.)"""
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -16,20 +18,36 @@ from torch.overrides import handle_torch_function, has_torch_function
 from adjoint.kernels import dispatch
 from adjoint.kernels.checks import differentiable_once, is_untouched
 
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def nan_for_zeros() -> Iterator[None]:
+    """Let this thread's `unread` modules return nan, in a trial of whether anybody reads what they return.
+
+    Zeros would hide that where the map itself returns zeros, as a new adapter does."""
+    _local.value = math.nan
+    try:
+        yield
+    finally:
+        _local.value = 0.0
+
 
 class _UnreadForward:
-    """The forward of a linear module in `unread`."""
+    """The forward of a linear module in `unread`; for other threads it is the module's own."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        self.linear = linear
+        self.linear, self.thread = linear, threading.get_ident()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.thread != threading.get_ident():
+            return nn.Linear.forward(self.linear, x)
         return unread_linear(x, self.linear.weight, self.linear.bias)
 
 
 @contextlib.contextmanager
 def unread(linear: nn.Module | None) -> Iterator[None]:
-    """Let a plain `nn.Linear` return zeros, with its own gradients; any other module stays as it is."""
+    """Let a plain `nn.Linear` return zeros to this thread, with its own gradients; any other module stays."""
     if not isinstance(linear, nn.Linear) or not is_untouched(linear, nn.Linear):
         yield
         return
@@ -37,12 +55,13 @@ def unread(linear: nn.Module | None) -> Iterator[None]:
     try:
         yield
     finally:
-        del vars(linear)["forward"]
+        vars(linear).pop("forward", None)  # which another thread may have done
 
 
 def is_unread(linear: nn.Module) -> bool:
-    """Whether a module is in `unread` now."""
-    return isinstance(vars(linear).get("forward"), _UnreadForward)
+    """Whether a module is in `unread` now, in this thread."""
+    forward = vars(linear).get("forward")
+    return isinstance(forward, _UnreadForward) and forward.thread == threading.get_ident()
 
 
 def unread_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,7 +78,7 @@ def unread_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def unread_result(x: Tensor, weight: Tensor) -> Tensor:
     """Return the zeros, (…, d_out): a layer's code may look for numbers that are not finite."""
-    return x.new_zeros(*x.shape[:-1], weight.shape[0])
+    return x.new_full((*x.shape[:-1], weight.shape[0]), getattr(_local, "value", 0.0))
 
 
 class _LinearContext(Protocol):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import adjoint
 from adjoint import Exact
@@ -13,6 +16,7 @@ from adjoint.engine.chunk_size import SHARE_OF_CHECKPOINTING, Sizes, chunk_size_
 from adjoint.engine.executor import Executor
 from adjoint.engine.step import ChunkedStep
 from adjoint.errors import UserError
+from adjoint.kernels.unread import unread
 from tests.both_kinds import ModelOfEitherKind
 from tests.fuzz.oracle import same
 from tests.hf.hf_models import make
@@ -165,6 +169,107 @@ def test_a_model_whose_backbone_has_hooks_is_not_divided(monkeypatch: pytest.Mon
     numbers = stages_in(monkeypatch)
     same(model.results(Exact(5, segment_layers=1), model.inputs(ids, ids)), expected)
     assert numbers[-1] == 1
+
+
+def scaled_output(module: Any, _: object, output: Any) -> Any:
+    """Multiply a layer's result by a trained number of the module, as a hook."""
+    return (output[0] * module.scale, *output[1:]) if isinstance(output, tuple) else output * module.scale
+
+
+@pytest.mark.parametrize("place", ["layer", "mlp"])
+def test_a_hook_that_reads_a_last_product_for_a_tensor_of_its_own_gets_it(place: str) -> None:
+    model, scale = model_of(LLAMA), torch.full((1,), 0.7, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
+    inputs, method, gradients = model.inputs(ids, ids), Exact(8, segment_layers=1), []
+    model.results(method, inputs)
+    for layer in model.model.model.layers:
+        (layer if place == "layer" else layer.mlp).register_forward_hook(lambda *results: results[2] * scale)
+    for method_or_none in (method, None):
+        scale.grad = None
+        gradients.append(model.results(method_or_none, inputs) | {"scale": scale.grad})
+    same(*gradients)
+
+
+@pytest.mark.parametrize("place", ["block", "mlp", "mixer", "own mlp", "own forward"])
+def test_a_last_product_that_the_users_code_reads_is_computed(place: str) -> None:
+    stack = make_model("mamba2", n_layer=3, d_intermediate=0 if place == "mixer" else 14)
+    for block in stack.layers:
+        if place == "own mlp":
+            block.mlp = ScaledMLP(block.mlp)
+        elif place == "own forward":
+            block.forward = functools.partial(sine_of_output, block.forward)
+        else:
+            module = block if place == "block" else getattr(block, place)
+            module.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
+            module.register_forward_hook(scaled_output)
+    model = ModelOfEitherKind("stack", stack)
+    ids = torch.randint(0, 17, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = model.results(None, model.inputs(ids, ids))
+    same(model.results(Exact(8, segment_layers=1), model.inputs(ids, ids)), expected)
+
+
+class ScaledMLP(nn.Module):
+    """An MLP of the user's: sin of the first map's values, the second map, and a trained factor."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = mlp.in_proj, mlp.out_proj
+        self.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out_proj(self.in_proj(x)[..., : self.out_proj.in_features].sin())
+        return out * self.scale
+
+
+def sine_of_output(forward: Any, *args: Any) -> Any:
+    y, state = forward(*args)
+    return y.sin(), state
+
+
+def test_a_last_product_that_is_read_is_found_where_it_is_zero_on_first_use() -> None:
+    """As that of a DoRA adapter, whose norms read the product of its two matrices."""
+    model = model_of(LLAMA)
+    maps = [layer.mlp.down_proj for layer in model.model.model.layers]
+    for layer in model.model.model.layers:
+        layer.mlp.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
+        layer.mlp.register_forward_hook(scaled_output)
+    weights = [linear.weight.detach().clone() for linear in maps]
+    ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
+    inputs, method = model.inputs(ids, ids), Exact(8, segment_layers=1)
+    expected = model.results(None, inputs)
+    for linear in maps:
+        nn.init.zeros_(linear.weight)
+    model.results(method, inputs)
+    with torch.no_grad():
+        for linear, weight in zip(maps, weights, strict=True):
+            linear.weight.copy_(weight)
+    same(model.results(method, inputs), expected)
+
+
+def test_another_thread_gets_the_product_that_a_recomputed_layer_leaves_out() -> None:
+    linear, x, results = nn.Linear(3, 2), torch.randn(4, 3), list[torch.Tensor]()
+    expected = linear(x)
+    with unread(linear):
+        thread = threading.Thread(target=lambda: results.append(linear(x)))
+        thread.start()
+        thread.join()
+        assert not linear(x).any()
+    assert results[0].equal(expected) and linear(x).equal(expected)
+
+
+def test_a_call_in_inference_mode_may_come_between_forward_and_backward() -> None:
+    model = model_of(LLAMA)
+    ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
+    inputs, method = model.inputs(ids, ids), Exact(8, segment_layers=1)
+    expected = model.results(method, inputs)
+    model.model.zero_grad()
+    with model.double():
+        loss = model.call(method, inputs).loss
+        with torch.inference_mode():
+            model.call(method, inputs)
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.model.named_parameters()}
+    same(gradients | {"loss": loss.detach()}, expected)
 
 
 def test_an_interrupted_backward_that_has_freed_its_inputs_is_refused(
