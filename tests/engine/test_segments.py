@@ -227,7 +227,7 @@ def sine_of_output(forward: Any, *args: Any) -> Any:
 
 
 def test_a_last_product_that_is_read_is_found_where_it_is_zero_on_first_use() -> None:
-    """As that of a DoRA adapter, whose norms read the product of its two matrices."""
+    """A DoRA adapter is one: its norms read the product of two matrices."""
     model = model_of(LLAMA)
     maps = [layer.mlp.down_proj for layer in model.model.model.layers]
     for layer in model.model.model.layers:
