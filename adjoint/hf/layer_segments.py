@@ -147,7 +147,7 @@ def _compare_segments(
 def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor) -> list[str | None]:
     """Return the name in each layer of the `nn.Linear` that it calls last, or None.
 
-    There is none, or hooks may read its result."""
+    There is none, or code that no trial sees may read its result."""
     backbone, last = backbone_of(model), dict[int, str]()
     with contextlib.ExitStack() as stack:
         for k, layer in enumerate(getattr(backbone, description.layers)):
@@ -157,17 +157,20 @@ def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor)
                     stack.callback(module.register_forward_hook(note).remove)
         original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)
     layers = enumerate(getattr(backbone, description.layers))
-    return [None if _reads_result(layer, name := last.get(k, "")) else name or None for k, layer in layers]
+    return [None if _is_hidden(layer, name := last.get(k, "")) else name or None for k, layer in layers]
 
 
-def _reads_result(layer: nn.Module, name: str) -> bool:
-    """Whether hooks of the modules around a linear map may read its result, for tensors that no module lists.
+def _is_hidden(layer: nn.Module, name: str) -> bool:
+    """Whether code that reads a linear map's result may keep the whole model's modules, in a copy of it too.
+
+    No trial on a copy would find that: it is a hook, or a forward set on one of the modules around the map.
 
     Args:
         name: of the linear map in its layer.
     """
     parents = [name[:i] for i, character in enumerate(name) if character == "."]
-    return any(has_hooks_on_result(layer.get_submodule(parent)) for parent in ("", *parents))
+    modules = [layer.get_submodule(parent) for parent in ("", *parents)]
+    return any("forward" in vars(module) or has_hooks_on_result(module) for module in modules)
 
 
 def _note_call(last: dict[int, str], layer: int, name: str, *_: object) -> None:

@@ -176,14 +176,32 @@ def scaled_output(module: Any, _: object, output: Any) -> Any:
     return (output[0] * module.scale, *output[1:]) if isinstance(output, tuple) else output * module.scale
 
 
-@pytest.mark.parametrize("place", ["layer", "mlp"])
-def test_a_hook_that_reads_a_last_product_for_a_tensor_of_its_own_gets_it(place: str) -> None:
+class ScaledByAttribute(nn.Module):
+    """A module whose result is multiplied by a tensor that is no parameter."""
+
+    def __init__(self, module: nn.Module, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.module, self.scale = module, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.module(x)
+        return result * self.scale
+
+
+@pytest.mark.parametrize("place", ["layer", "mlp", "forward", "attribute"])
+def test_code_that_reads_a_last_product_for_a_tensor_of_its_own_gets_it(place: str) -> None:
     model, scale = model_of(LLAMA), torch.full((1,), 0.7, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
     inputs, method, gradients = model.inputs(ids, ids), Exact(8, segment_layers=1), []
     model.results(method, inputs)
     for layer in model.model.model.layers:
-        (layer if place == "layer" else layer.mlp).register_forward_hook(lambda *results: results[2] * scale)
+        if place == "attribute":
+            layer.mlp = ScaledByAttribute(layer.mlp, scale)
+        elif place == "forward":
+            layer.mlp.forward = lambda x, forward=layer.mlp.forward: forward(x) * scale
+        else:
+            module = layer if place == "layer" else layer.mlp
+            module.register_forward_hook(lambda *results: results[2] * scale)
     for method_or_none in (method, None):
         scale.grad = None
         gradients.append(model.results(method_or_none, inputs) | {"scale": scale.grad})

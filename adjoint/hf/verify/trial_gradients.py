@@ -94,7 +94,8 @@ def gradients_by_engine(
 ) -> GradientFunction:
     """Return a function that computes the loss and gradients of a chunked step made of (model, ids, labels).
 
-    A loss of routers counts in full, as its small coefficient would hide an error."""
+    A loss of routers counts in full, as its small coefficient would hide an error. The loss is nan if the
+    gradient of a tensor that no module lists is, which is not compared."""
 
     def run(
         model: PreTrainedModel, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]
@@ -109,6 +110,9 @@ def gradients_by_engine(
                     cotangents[-1] = sequence_sum.cotangent_of(final[-1])
                     loss = loss + sequence_sum.loss(final[-1])
                 gradients, _ = step.backward(torch.ones_like(loss), cotangents)
+                unlisted = gradients.sums.keys() - set(step.parameters)
+                if any(bool(gradients.sums[leaf].isnan().any()) for leaf in unlisted):
+                    loss = loss * torch.nan
         return LossAndGradients(float(loss), [gradients.get(p) for p in followed], hidden)
 
     return run
