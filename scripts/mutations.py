@@ -46,6 +46,13 @@ MUTATIONS: dict[str, Mutation] = {
         'values.store["dS", k, c - 1] = (None,) * len(d_recurrent)',
         "tests/engine/test_exact.py",
     ),
+    "unread-products": Mutation(
+        "a recomputed layer's last product is left out only where nobody reads it",
+        "kernels/unread.py",
+        "_local.value = math.nan",
+        "_local.value = 0.0",
+        "tests/engine/test_segments.py",
+    ),
     "documents": Mutation(
         "packed documents are kept apart",
         "engine/exchange.py",

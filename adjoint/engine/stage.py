@@ -338,10 +338,11 @@ class Layer(Stage):
         return tile.windowed_vjp(self.block, self.tensors.replaced, inputs, gradients)
 
 
-def _is_untouched(module: nn.Module, *kinds: type) -> bool:
+def _is_untouched(module: object, *kinds: type) -> bool:
     """Whether a module is of one of these classes, and no code of the user's reads or replaces its result."""
-    is_replaced = "forward" in vars(module) or has_hooks_on_result(module)
-    return _class_of(module) in kinds and not is_replaced
+    if not isinstance(module, nn.Module) or _class_of(module) not in kinds:
+        return False
+    return "forward" not in vars(module) and not has_hooks_on_result(module)
 
 
 def _class_of(module: Any) -> type:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -177,7 +178,7 @@ def scaled_output(module: Any, _: object, output: Any) -> Any:
 
 
 class ScaledByAttribute(nn.Module):
-    """A module whose result is multiplied by a tensor that is no parameter."""
+    """A module whose result is multiplied by a tensor, which need not be a parameter."""
 
     def __init__(self, module: nn.Module, scale: torch.Tensor) -> None:
         super().__init__()
@@ -198,14 +199,30 @@ def test_code_that_reads_a_last_product_for_a_tensor_of_its_own_gets_it(place: s
         if place == "attribute":
             layer.mlp = ScaledByAttribute(layer.mlp, scale)
         elif place == "forward":
-            layer.mlp.forward = lambda x, forward=layer.mlp.forward: forward(x) * scale
+            layer.mlp.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
+            layer.mlp.forward = types.MethodType(scaled_forward(layer.mlp.forward), layer.mlp)
         else:
             module = layer if place == "layer" else layer.mlp
             module.register_forward_hook(lambda *results: results[2] * scale)
     for method_or_none in (method, None):
         scale.grad = None
-        gradients.append(model.results(method_or_none, inputs) | {"scale": scale.grad})
+        results = model.results(method_or_none, inputs)
+        gradients.append(results if scale.grad is None else results | {"scale": scale.grad})
     same(*gradients)
+
+
+def scaled_forward(original: Any) -> Any:
+    """Return a forward times its module's number; copied with the model, it still calls `original`."""
+    return lambda self, x: original(x) * self.scale
+
+
+def test_hooks_of_a_recomputed_layer_see_its_results() -> None:
+    model, norms = model_of(LLAMA), list[float]()
+    for layer in model.model.model.layers:
+        layer.mlp.register_forward_hook(lambda *results: norms.append(float(results[2].detach().norm())))
+    ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
+    model.results(Exact(8, segment_layers=1), model.inputs(ids, ids))
+    assert all(norm > 0 for norm in norms)
 
 
 @pytest.mark.parametrize("place", ["block", "mlp", "mixer", "own mlp", "own forward"])
@@ -245,12 +262,11 @@ def sine_of_output(forward: Any, *args: Any) -> Any:
 
 
 def test_a_last_product_that_is_read_is_found_where_it_is_zero_on_first_use() -> None:
-    """A DoRA adapter is one: its norms read the product of two matrices."""
+    """A new DoRA adapter's is: its norms read the product of its two matrices."""
     model = model_of(LLAMA)
     maps = [layer.mlp.down_proj for layer in model.model.model.layers]
     for layer in model.model.model.layers:
-        layer.mlp.scale = nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64))
-        layer.mlp.register_forward_hook(scaled_output)
+        layer.mlp = ScaledByAttribute(layer.mlp, nn.Parameter(torch.full((1,), 0.7, dtype=torch.float64)))
     weights = [linear.weight.detach().clone() for linear in maps]
     ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
     inputs, method = model.inputs(ids, ids), Exact(8, segment_layers=1)
