@@ -46,6 +46,7 @@ IGNORED_ATTRIBUTES = {*vars(nn.Module())} - SETTINGS_OF_ANY_MODULE | {
     "problem_type",  # by which a classifier's head picks its own loss, and which its first call sets
     *BOOKKEEPING,
 }
+IGNORED_IN_CONFIGURATIONS = {*IGNORED_ATTRIBUTES, *SAVED_ATTRIBUTES}
 
 
 class Snapshot:
@@ -138,7 +139,7 @@ def comparable_settings(holders: Mapping[str, SettingsHolder]) -> dict[str, dict
     settings = {}
     for holder_name, holder in holders.items():
         values = settings[holder_name] = dict[str, object]()
-        ignored = IGNORED_ATTRIBUTES if isinstance(holder, nn.Module) else SAVED_ATTRIBUTES
+        ignored = IGNORED_ATTRIBUTES if isinstance(holder, nn.Module) else IGNORED_IN_CONFIGURATIONS
         for name, value in vars(holder).items():
             if name not in ignored:
                 value = _lasting_hooks(value) if name in HOOK_ATTRIBUTES and value else value

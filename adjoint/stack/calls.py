@@ -288,7 +288,8 @@ class Stack(ChunkedStack):
             checkpoint: whether autograd recomputes each layer.
             spec: the chunks by which bidirectional layers run; None for other layers.
         """
-        split, seqlen, final = self.tensor_parallel, x.shape[1], list[State]()
+        split, seqlen = self.tensor_parallel, x.shape[1]
+        final: list[State] = []  # not list[State](), which a compiler does not trace
         if self.is_first:
             y = self.embed(x)
         else:
