@@ -259,6 +259,8 @@ class Executor(TileValues):
         recomputed_norms, self.recomputed_norms = self.recomputed_norms, ChunkLosses(self.grid.stages)
         if type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # nor can the host wait
+            return
         chunks = sorted(recomputed.written)
         # the loss of a sequence learnt by heart is mostly rounding itself
         floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
