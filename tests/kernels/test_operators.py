@@ -182,6 +182,12 @@ def test_how_inputs_lie_in_memory_changes_nothing(operation: str, layout: str) -
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+def test_transposed_inputs_have_the_gradients_of_others(operation: str) -> None:
+    """What compiled code writes in the place of an input's copy, the caller must not read from the input."""
+    fuzz.check(make_case(operation, 67, n=7, p=32, backend=None, layouts=laid_out(operation, "transposed")))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_second_derivative_is_refused(operation: str) -> None:
     """As soon as it is asked for, so also where it would be one term of a sum."""
     case = make_case(operation, 7)

@@ -352,7 +352,7 @@ def ssd_scan_backward(
     if by_blocks:
         _function("ssd", x.dtype)(ctypes.byref(args), 1)
     else:
-        decay = d * A
+        decay = (d * A).contiguous()  # the scan writes decays in the exponents' place
         args.set_rows(decay=decay)
         _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
         dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
