@@ -183,7 +183,7 @@ def test_how_inputs_lie_in_memory_changes_nothing(operation: str, layout: str) -
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_transposed_inputs_have_the_gradients_of_others(operation: str) -> None:
-    """What compiled code writes in the place of an input's copy, the caller must not read from the input."""
+    """Compiled code may write to a copy of an input, which the input itself then does not have."""
     fuzz.check(make_case(operation, 67, n=7, p=32, backend=None, layouts=laid_out(operation, "transposed")))
 
 
