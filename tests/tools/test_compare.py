@@ -45,8 +45,7 @@ def test_a_hybrid(model: Path, here: list[Any], capsys: pytest.CaptureFixture[st
     ways = ["transformers", "checkpointing", "wrapped"]
     assert [p["way"] for p in here] == ["pilot", "gradients", *ways * 2]
     assert found["complete"] and 0 < found["gradients"]["difference"] < 1e-4
-    # measured in this process, whose memory also shrinks
-    assert all("memory_bytes" in row and row["seconds_per_step"] > 0 for row in found["rows"])
+    assert all(row["memory_bytes"] >= 0 and row["seconds_per_step"] > 0 for row in found["rows"])
     losses = [row["loss"] for row in found["rows"] if row["length"] == 64]
     assert max(losses) - min(losses) < 1e-5
     assert set(found["fits"]) == {"transformers", "checkpointing", "wrapped"}
