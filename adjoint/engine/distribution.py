@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjoint.engine.executor import Connections, Executor
-from adjoint.engine.grid import EngineSpec, Grid, Storage, make_grid
+from adjoint.engine.grid import EngineSpec, Grid, Storage, make_grid, segments_of
 from adjoint.engine.schedule import BUFFERS, CAPACITY, Owners, Schedule, make_schedule
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
@@ -173,8 +173,7 @@ def runs_of(stages: Sequence[Stage | None], storage: Storage) -> Sequence[int]:
         return range(len(stages))
     if length >= layers:
         return [0] * len(stages)
-    runs = [k // length for k in range(layers)]
-    return [0, *runs, runs[-1] + 1]
+    return segments_of((0,) * len(stages), length)
 
 
 def draw_adjoint_scale(stateful: int, chunks: int, drop: float) -> tuple[tuple[float, ...], ...]:

@@ -401,12 +401,11 @@ class Grid:
             within = (0, t.stage) if t.kind == "recompute" else (1, -t.stage)
             return -self.segments[t.stage], -t.chunk, *within
 
-        head_tiles = {t.chunk: t for t in self.head_tiles()}
         forward: list[Tile] = []
         for t in self.forward_tiles():
             forward.append(t)
-            if t.stage == self.stages - 1 and t.chunk in head_tiles:
-                forward.append(head_tiles[t.chunk])
+            if self.head_in_forward and t.stage == self.stages - 1:
+                forward.append(Tile("backward", t.stage, t.chunk))
         return [*forward, *sorted(self.backward_tiles(), key=place)]
 
     def order(self, stream: bool = False) -> list[Tile]:
@@ -479,7 +478,7 @@ def make_grid(
     return _make_grid(spec, seqlen, tuple(stateful), reach, stage_shards, stage_windows, tuple(costs))
 
 
-def _segments_of(shards: Sequence[int], layers: int | None) -> tuple[int, ...]:
+def segments_of(shards: Sequence[int], layers: int | None) -> tuple[int, ...]:
     """Return the segment of each stage where a segment is so many layers of one shard.
 
     The stages are embedding, layers and head. The embedding goes with the first layer, unless each stage is a
@@ -511,7 +510,7 @@ def _make_grid(
     shards, segments = shards or (0,) * n, tuple(range(n))
     if window is None:
         segments = (
-            shards if spec.storage.keep == "edges" else _segments_of(shards, spec.storage.segment_layers)
+            shards if spec.storage.keep == "edges" else segments_of(shards, spec.storage.segment_layers)
         )
     cuts, starts = spec.cuts(seqlen), set(spec.documents)
     document_starts = frozenset(c for c, cut in enumerate(cuts[:-1]) if c and cut in starts)

@@ -178,11 +178,8 @@ def make_schedule(
         return Schedule(grid, (program,), buffers)
     is_alone = owners.workers == 1 and grid.dy_from == "above" and not grid.has_windows
     all_tiles = grid.order_by_segments() if is_alone else grid.order(stream)
-    head_tiles = set(grid.head_tiles())
     order = [
-        t
-        for t in all_tiles
-        if (forward and (backward or t not in head_tiles) if _in_forward(grid, t) else backward)
+        t for t in all_tiles if (forward and (backward or t.is_forward) if _in_forward(grid, t) else backward)
     ]
     columns = _columns(grid, order, owners)
     if forward and backward:

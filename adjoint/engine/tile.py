@@ -98,15 +98,14 @@ class Gradients:
 
     def round(self, parameters: Iterable[Tensor]) -> None:
         """Hold sums, to which nothing will be added, in their parameters' own dtypes."""
-        by_dtype: dict[torch.dtype, dict[Tensor, Tensor]] = collections.defaultdict(dict)
+        totals = dict[Tensor, Tensor]()
         for parameter in parameters:
             total = self.sums.get(parameter)
             if total is not None and total.dtype != parameter.dtype:
                 self._wait_for_sum(parameter)
                 self.excess.pop(parameter, None)
-                by_dtype[parameter.dtype][parameter] = total
-        for dtype, totals in by_dtype.items():
-            self.sums |= copies_of(totals, lambda _, dtype=dtype: dtype)  # type: ignore[misc]
+                totals[parameter] = total
+        self.sums |= copies_of(totals, [parameter.dtype for parameter in totals])
 
     def replace(self, totals: Mapping[Tensor, Tensor]) -> None:
         """Hold totals over several workers in the place of this one's sums."""
@@ -125,7 +124,7 @@ class Gradients:
                 first[parameter] = gradient
             else:
                 self.add(parameter, gradient)
-        self.sums |= copies_of(first, accumulate_dtype)
+        self.sums |= copies_of(first, [accumulate_dtype(t.dtype) for t in first.values()])
         for same_class in pairs.values():  # one launch takes no tensors and DTensors together
             self._add_to_sums(same_class)
 
@@ -151,7 +150,7 @@ class Gradients:
             torch._foreach_add_(*zip(*plain, strict=True))
         if compensated:
             sums = [self.sums[p] for p in compensated]
-            terms_by_parameter = copies_of(compensated, accumulate_dtype)
+            terms_by_parameter = copies_of(compensated, [total.dtype for total in sums])
             if rounded_before := [p for p in compensated if p in self.excess]:
                 excess = [self.excess[p] for p in rounded_before]
                 torch._foreach_sub_([terms_by_parameter[p] for p in rounded_before], excess)
@@ -219,11 +218,11 @@ class Gradients:
         return None if total is None else total.to(parameter.dtype)
 
 
-def copies_of(
-    tensors: Mapping[Tensor, Tensor], dtype_of: Callable[[torch.dtype], torch.dtype]
-) -> dict[Tensor, Tensor]:
-    """Return copies of the values, in the dtypes that `dtype_of` gives for theirs, made by one launch."""
-    copies = {key: torch.empty_like(t, dtype=dtype_of(t.dtype)) for key, t in tensors.items()}
+def copies_of(tensors: Mapping[Tensor, Tensor], dtypes: Iterable[torch.dtype]) -> dict[Tensor, Tensor]:
+    """Return copies of the values, in one dtype each, made by one launch."""
+    copies = {
+        key: torch.empty_like(t, dtype=dtype) for (key, t), dtype in zip(tensors.items(), dtypes, strict=True)
+    }
     if copies:
         torch._foreach_copy_(list(copies.values()), list(tensors.values()))
     return copies
