@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from adjoint.layers import Block, State
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
 MAX_COMPENSATED_NUMEL = 1 << 20  # a longer vector, such as many parameters in a row, is summed as a matrix
+DTYPE = operator.attrgetter("dtype")  # of a tensor
 MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
 Cotangents = tuple[Tensor | None, ...]
@@ -105,7 +107,7 @@ class Gradients:
                 self._wait_for_sum(parameter)
                 self.excess.pop(parameter, None)
                 totals[parameter] = total
-        self.sums |= copies_of(totals, [parameter.dtype for parameter in totals])
+        self.sums |= copies_of(totals, map(DTYPE, totals))
 
     def replace(self, totals: Mapping[Tensor, Tensor]) -> None:
         """Hold totals over several workers in the place of this one's sums."""
@@ -124,7 +126,7 @@ class Gradients:
                 first[parameter] = gradient
             else:
                 self.add(parameter, gradient)
-        self.sums |= copies_of(first, [accumulate_dtype(t.dtype) for t in first.values()])
+        self.sums |= copies_of(first, map(accumulate_dtype, map(DTYPE, first.values())))
         for same_class in pairs.values():  # one launch takes no tensors and DTensors together
             self._add_to_sums(same_class)
 
@@ -150,7 +152,7 @@ class Gradients:
             torch._foreach_add_(*zip(*plain, strict=True))
         if compensated:
             sums = [self.sums[p] for p in compensated]
-            terms_by_parameter = copies_of(compensated, [total.dtype for total in sums])
+            terms_by_parameter = copies_of(compensated, map(DTYPE, sums))
             if rounded_before := [p for p in compensated if p in self.excess]:
                 excess = [self.excess[p] for p in rounded_before]
                 torch._foreach_sub_([terms_by_parameter[p] for p in rounded_before], excess)
