@@ -124,10 +124,7 @@ class HFModel:
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""
-        device, sizes = batch.ids.device, self.verification.sizes
-        layers = len(layers_of(backbone_of(call.model)))
-        sizes = dataclasses.replace(sizes, layers=layers)
-        segments = segments_on(device, sizes, batch.rows, batch.seqlen)
+        segments = segments_on(batch.ids.device, self.verification.sizes, batch.rows, batch.seqlen)
         if segments is None or not call.has_labels or self._divide(call) is None:
             return spec
         return spec.in_segments(*segments)

@@ -54,6 +54,7 @@ from adjoint.hf.model_parts import (
     current_weights,
     current_weights_type,
     is_of_library,
+    layers_of,
     original_class,
     root_of,
 )
@@ -198,7 +199,8 @@ class Verification:
         element = min(first.element_size(), (self.autocast_dtype or first.dtype).itemsize)
         features = self.compute_once("features", kept_features, self.model)
         width = getattr(backbone_of(self.model).config.get_text_config(), "hidden_size", Sizes.width)
-        return sizes_of(features, self.slots, element, width, self.holding.kind.copies_from_host)
+        sizes = sizes_of(features, self.slots, element, width, self.holding.kind.copies_from_host)
+        return dataclasses.replace(sizes, layers=len(layers_of(backbone_of(self.model))))
 
     def chunk_spec(self, ids: Tensor, starts: tuple[int, ...]) -> EngineSpec:
         """Return the spec of a batch's chunks, for `Exact` or `Truncated`.
