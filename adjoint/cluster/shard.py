@@ -25,7 +25,7 @@ from adjoint.checkpoint import FileEntry, StoredTensors
 from adjoint.cluster.helpers import Helper, share
 from adjoint.cluster.process_group import DistributedTransport
 from adjoint.cluster.spec import ShardSpec
-from adjoint.engine.chunk_size import chunk_size_on
+from adjoint.engine.chunk_size import Sizes, chunk_size_on, with_attention_bytes
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid
@@ -263,7 +263,13 @@ class PipelineWorker:
 
     def _engine_spec(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
-        return self.spec.method.engine_spec(batch.seqlen, size, self.model.documents)
+        spec = self.spec.method.engine_spec(batch.seqlen, size, self.model.documents)
+        share = len(self.span) / self.model.n_layer
+        return with_attention_bytes(spec, self._sizes(), batch.rows, batch.seqlen, share)
+
+    def _sizes(self) -> Sizes:
+        spec = self.spec
+        return self.model.sizes(spec.precision, self.device.type, spec.method.storage.recompute)
 
     def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
@@ -436,9 +442,8 @@ class PipelineWorker:
 
         Every worker of a sequence gets at least two chunks.
         """
-        method, precision = self.spec.method, self.spec.precision
-        sizes = self.model.sizes(precision, self.device.type, method.storage.recompute)
-        default = chunk_size_on(self.device, sizes, batch, seqlen, method.storage.checkpoints)
+        method = self.spec.method
+        default = chunk_size_on(self.device, self._sizes(), batch, seqlen, method.storage.checkpoints)
         size = self.spec.layout.at_most(default, seqlen)
         return method.engine_spec(seqlen, size, self.model.documents).chunk_size
 

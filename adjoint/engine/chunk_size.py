@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adjoint.engine.grid import EngineSpec
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.layers.bidirectional_mixer import directions_of
 
@@ -34,6 +35,8 @@ SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not sh
 # Segments of layers get the longest chunks with which they take so much of the memory that gradient
 # checkpointing's activations take; longer ones save little time.
 SHARE_OF_CHECKPOINTING = 0.8
+# Outputs of attention that are not computed again may take such a share of the activations.
+ATTENTION_SHARE = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Sizes:
         weights_on_host: whether each chunk copies the weights to the device.
         layers: number of layers that a segment could end after; 1 if the model is not divided.
         stream: bytes per token of what a layer hands to the next.
+        has_attention: whether any layer's state grows with the sequence.
     """
 
     bytes_per_token: float
@@ -57,6 +61,7 @@ class Sizes:
     weights_on_host: bool = False
     layers: int = 1
     stream: float = 0.0
+    has_attention: bool = False
 
 
 class SegmentSize(NamedTuple):
@@ -113,6 +118,7 @@ def sizes_of_stack(
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
         stream=config.d_model * element,
+        has_attention="attention" in config.mixers,
     )
 
 
@@ -203,6 +209,26 @@ def segments_for(
             is_better = needed < one_segment and layers < sizes.layers
             return SegmentSize(size, layers) if is_better else None
     return None
+
+
+def with_attention_bytes(
+    spec: EngineSpec, sizes: Sizes, batch: int, seqlen: int, share: float = 1.0
+) -> EngineSpec:
+    """Return the spec with room for outputs of attention, if the model has any: they may take
+    `ATTENTION_SHARE` of what else is stored, which is a chunk's tape and the inputs of segments.
+
+    Args:
+        batch, seqlen: as in `chunk_size_for`.
+        share: the part of the layers that this process has.
+    """
+    storage, tape = spec.storage, batch * min(spec.chunk_size, seqlen) * sizes.bytes_per_token
+    if storage.recompute != "none" or not sizes.has_attention:
+        return spec
+    if storage.keep != "edges" and storage.segment_layers is not None:
+        segments = sizes.layers / storage.segment_layers
+        tape = tape / segments + segments * batch * seqlen * sizes.stream
+    storage = dataclasses.replace(storage, attention_bytes=ATTENTION_SHARE * share * tape)
+    return dataclasses.replace(spec, storage=storage)
 
 
 def segments_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> SegmentSize | None:

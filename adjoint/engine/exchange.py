@@ -190,7 +190,8 @@ class BetweenTiles(Exchange):
         anchor = slab.initial.new_zeros(()).requires_grad_() if slab.is_initial_trained else None
         visible, starts = boundaries or (None, None)
         unread = None if values.stage(k).fetches else self.unread
-        return Past(slab, start, begin, first_grad_token, visible, starts, anchor, unread)
+        outputs = values.attention_outputs
+        return Past(slab, start, begin, first_grad_token, visible, starts, anchor, unread, outputs)
 
     def put_state(self, values: TileValues, k: int, c: int, state: State) -> None:
         recurrent_state = recurrent_part(state, values.grows[k]) if k in values.slabs else state

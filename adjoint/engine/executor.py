@@ -307,6 +307,8 @@ class Executor(TileValues):
 
     def tile(self, t: Tile) -> None:
         """Compute one tile."""
+        if self.attention_outputs is not None:
+            self.attention_outputs.begin_tile(t.kind)
         getattr(self, TILE_METHODS[t.kind])(t)
 
     @contextlib.contextmanager
@@ -473,6 +475,8 @@ class Executor(TileValues):
         """Drop what stage k's backward needed, when all of its tiles have run."""
         for slab in self.slabs.get(k, ()):
             slab.end_backward()
+            if self.attention_outputs is not None:
+                self.attention_outputs.drop(slab)
         if self.rounds_finished_sums:
             self.gradients.round([p for p in self.stage(k).parameters() if self._lowest_stage[p] == k])
 

@@ -95,6 +95,7 @@ class Storage:
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
         prefer_single_chunk: whether the sequence becomes one chunk, the fastest way, if its tape fits in
             `memory`.
+        attention_bytes: bytes for outputs of attention that are not computed again (`AttentionOutputs`).
     """
 
     keep: str = "edges"
@@ -105,6 +106,7 @@ class Storage:
     memory: float | Literal["auto"] | None = None
     prefer_single_chunk: bool = False
     segment_layers: int | None = 1
+    attention_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
-from adjoint.engine import budget
+from adjoint.engine import budget, chunk_size
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Executor
@@ -222,16 +222,17 @@ class ChunkedStep:
             room = budget.room_for_chunks(
                 spec.storage.memory, self.executor.slab_bytes(), self.batch.ids.device
             )
+            kept = max(0.0, min(storage.attention_bytes, chunk_size.ATTENTION_SHARE * room))
+            storage, room = dataclasses.replace(storage, attention_bytes=kept), room - kept
             measured, state = self._measure_first_chunk(), self.executor.state_bytes()
             self.tapes, states = budget.tapes_and_states(room, measured, sizes, state, storage.checkpoints)
             bytes_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[0]
             if storage.prefer_single_chunk and bytes_in_one_chunk <= room:
-                self.spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
-                self._make_executor()
+                spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
             elif storage.checkpoints is None and states < grid.chunks - self.tapes:
                 storage = dataclasses.replace(storage, checkpoints=states)
-                self.spec = dataclasses.replace(spec, storage=storage)
-                self._make_executor()
+            self.spec = dataclasses.replace(spec, storage=storage)
+            self._make_executor()
         agreed = self.distribution.agree(self.executor, self.spec, self.parameters, self.has_backward)
         if agreed is not self.grid:
             self._make_executor(agreed)
@@ -266,8 +267,10 @@ class ChunkedStep:
         if self.has_backward and self.spec.storage.tapes and not self.sweep.runs_back_in_forward:
             gradients.reserve(self.parameters)
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
-        connections = self.distribution.connections(grid)
-        return Executor(self.stages, grid, batch, self.spec, self.width, gradients, connections)
+        connections, spec = self.distribution.connections(grid), self.spec
+        if not self.has_backward:
+            spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, attention_bytes=0))
+        return Executor(self.stages, grid, batch, spec, self.width, gradients, connections)
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
         """Return the first chunk's memory, measured by running it alone, once per model and kind of batch.

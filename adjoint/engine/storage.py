@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from adjoint.engine.attention_outputs import AttentionOutputs
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.tile import Cotangents
 from adjoint.kernels.checks import accumulate_dtype
@@ -407,6 +408,7 @@ class Past:
         anchor: a tensor that requires a gradient if the initial tokens do; else None.
         unread: slabs whose tokens `join_unread` has joined and nobody has read yet, by id. None if tokens of
             a slab's prefix are joined to the chunk's own, for attention that is a model's own code.
+        outputs: of attention to these tokens, that are kept; None if there are none.
     """
 
     slab: Slab
@@ -417,6 +419,7 @@ class Past:
     starts: Sequence[Sequence[int]] | None = None
     anchor: Tensor | None = None
     unread: set[int] | None = None
+    outputs: AttentionOutputs | None = None
 
     def __len__(self) -> int:
         return self.start - self.begin
@@ -449,6 +452,16 @@ class Past:
         assert self.unread is not None
         self.unread.discard(id(self.slab))
         return _Join.apply(piece, self, self.begin)
+
+    def kept_output(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Return the kept output (batch, heads, tokens, width) of attention to these tokens and the chunk's
+        own, with its log-sum-exp (batch, heads, tokens); None if it is to be computed."""
+        return None if self.outputs is None else self.outputs.get(self.slab, self.start, tokens)
+
+    def keep_output(self, out: Tensor, log: Tensor) -> None:
+        """Keep such an output, if there is room."""
+        if self.outputs is not None:
+            self.outputs.put(self.slab, self.start, out, log)
 
     def anchored(self, piece: Tensor) -> Tensor:
         """Return the chunk's own piece, with a graph if the initial tokens need one.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
+from adjoint.engine.attention_outputs import AttentionOutputs
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.offload import HostCopies
 from adjoint.engine.stage import Stage
@@ -89,6 +90,7 @@ class TileValues:
         grows: `Stage.grows` of each stage; all None for those of other workers.
         edges, packing: storage of each stage's recurrent state at chunk edges, and its layout.
         slabs: storage of append-only states, by stage; made by the executor's `Exchange`.
+        attention_outputs: outputs of attention that are not computed again; None if all are.
         store: values that tiles and messages have written and later actions read, by their keys (`value`).
         passed_on: states that leave for another worker and are not read here.
         freed_by_tile: keys that nobody needs after the running tile.
@@ -126,6 +128,11 @@ class TileValues:
         ]
         self.edges = [Edges(packing, self.host) for packing in self.packing]
         self.slabs: dict[int, list[Slab]] = {}
+        self.attention_outputs: AttentionOutputs | None = None
+        if spec.storage.attention_bytes:
+            slabs = sum([dim is not None for dims in self.grows for dim in dims])  # keys and values
+            room = spec.storage.attention_bytes / max(1, slabs // 2)
+            self.attention_outputs = AttentionOutputs(room, grid.cuts[-1])
         self.store: dict[Key, Any] = {}
         self.passed_on: Set[Key] = frozenset()
         self.freed_by_tile: Collection[Key] = ()

@@ -58,9 +58,14 @@ def sizes_of(
         width, weights_on_host: as in `Sizes`.
     """
     states = [math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None]
-    stream = width * element
     return Sizes(
-        max(features, 1) * element, sum(states), CPU_CHUNK_SIZE, width, weights_on_host, stream=stream
+        max(features, 1) * element,
+        sum(states),
+        CPU_CHUNK_SIZE,
+        width,
+        weights_on_host,
+        stream=width * element,
+        has_attention=len(states) < len(slots),
     )
 
 

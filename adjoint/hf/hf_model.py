@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.batch import Batch
-from adjoint.engine.chunk_size import segments_on
+from adjoint.engine.chunk_size import segments_on, with_attention_bytes
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
@@ -80,6 +80,8 @@ class HFModel:
         is_open = spec.storage.segment_layers is None and not batch.inputs
         if is_open and batch.ids.is_cuda and group is None:
             spec = self._in_segments(call, batch, spec)
+        if group is None and verification.sizes.has_attention:
+            spec = with_attention_bytes(spec, verification.sizes, batch.rows, batch.seqlen)
         if not verification.wrap_state.announced:
             method = type(verification.wrap_state.method).__name__
             cut = f"{method} in chunks of {spec.chunk_size:,} tokens"

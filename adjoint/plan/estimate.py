@@ -255,7 +255,8 @@ def _layer_seconds(setup: Setup, costs: Costs, k: int, kind: str, start: int, st
     seconds += again * (stop - start) * costs.forward[k]
     if costs.pairs and costs.pairs[k]:
         pairs = float(seen_pairs(layer.window, start, stop))
-        seconds += (2 * is_backward + again + (not is_backward)) * costs.pairs[k] * pairs
+        is_kept = kind in ("recompute", "advance") and start >= setup.seqlen - setup.kept_attention
+        seconds += (2 * is_backward + again + (not is_backward and not is_kept)) * costs.pairs[k] * pairs
     # weights come while the layer before runs; gradients leave, and are added, while the next one runs
     seconds = max(seconds, copy_seconds(setup, layer.weights))
     if not is_backward:
@@ -389,6 +390,7 @@ def advance_seconds(setup: Setup, span: range, costs: Costs) -> float:
         for run in runs:
             times[run.start : run.stop] += 1
     starts = np.arange(chunks, dtype=float) * size
+    times *= starts < setup.seqlen - setup.kept_attention
     for k in span:
         pairs = seen_pairs(setup.model.layers[k].window, starts, starts + size)
         seconds += costs.pairs[k] * float((times * pairs).sum())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from adjoint.engine.chunk_size import chunk_size_for, segments_for
+from adjoint.engine.chunk_size import chunk_size_for, segments_for, with_attention_bytes
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.sharded_model import ShardedModel, layer_costs
 from adjoint.engine.stage import Stage
@@ -157,10 +157,10 @@ class Model:
             sizes, rows * self.strands, seqlen, kind, machine.memory, storage.checkpoints
         )
         spec = method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
-        if spec.storage.segment_layers is not None or layout.world > 1:
-            return spec
-        segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory)
-        return spec if segments is None else spec.in_segments(*segments)
+        if spec.storage.segment_layers is None and layout.world == 1:
+            segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory)
+            spec = spec if segments is None else spec.in_segments(*segments)
+        return with_attention_bytes(spec, sizes, rows, seqlen)
 
     def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
         """Return each stage's pieces, bottom up.

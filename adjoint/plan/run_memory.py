@@ -51,6 +51,7 @@ PARTS = {
     "states": "recurrent states at the chunks' edges",
     "past": "keys and values of the whole sequence, with their cotangents",
     "kept": "inputs and cotangents kept for the whole sequence",
+    "attention": "outputs of attention that are not computed again",
     "chunk": "the work on one chunk",
     "head": "what the head's loss takes on top of a chunk",
     "messages": "chunks that come and go",
@@ -70,6 +71,7 @@ class Setup:
         layout: all workers. machine: the device of each.
         training: the optimizer, and the batches of its step.
         host_link: bytes per second at which weights come from host memory; None if the device has them.
+        keeps_attention: whether outputs of attention may be kept (`engine.attention_outputs`).
     """
 
     model: Model
@@ -80,6 +82,7 @@ class Setup:
     machine: Machine = dataclasses.field(default_factory=Machine)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     host_link: float | None = None
+    keeps_attention: bool = True
 
     @functools.cached_property
     def spec(self) -> EngineSpec:
@@ -148,6 +151,7 @@ class Setup:
             method=dataclasses.replace(self.method, chunk_size=size),
             seqlen=min(self.seqlen, -(-self.chunks // self.layout.sequence) * size),
             layout=dataclasses.replace(self.layout, sequence=1),
+            keeps_attention=False,
         )
 
     @functools.cached_property
@@ -168,6 +172,15 @@ class Setup:
         layer, machine = self.model.layers[k], self.machine
         half = 2 if machine.precision == "bfloat16" else machine.element
         return self.batch * int(layer.pairs / 4) * half, self.batch * layer.heads * machine.element
+
+    @functools.cached_property
+    def kept_attention(self) -> int:
+        """The number of last tokens whose outputs of attention are kept."""
+        layers = [k for k, layer in enumerate(self.model.layers) if layer.grown]
+        if not layers or not self.keeps_attention or self.context_parallel or self.plain_autograd:
+            return 0
+        per_token = sum(sum(self.query(k)) for k in layers)
+        return min(self.seqlen, int(self.spec.storage.attention_bytes / per_token))
 
     def grown(self, k: int) -> int:
         """Return the bytes per token of layer k's growing state, without its cotangents."""
@@ -540,6 +553,8 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     model, machine, spec = setup.model, setup.machine, setup.spec
     parts = weights(setup, span, first, last) | {"ids": 2 * 8 * setup.batch * setup.seqlen}
     parts |= _of_sequence(setup, span) | {"kept": int(program.stored), "messages": int(program.messages)}
+    outputs = sum(sum(setup.query(k)) for k in span if model.layers[k].grown)
+    parts["attention"] = outputs * setup.kept_attention
     host, work = 0, int(program.chunk)
     on_host = setup.host_link is not None
     if machine.kind == "cuda" and not setup.plain_autograd and not on_host:
@@ -570,13 +585,14 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)
     if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes and states
         tape, state = sum(setup.piece(k).saved for k in span), sum(map(setup.state, span))
-        room = budget - sum(parts[name] for name in ("gradients", "past", "kept"))
+        room = budget - sum(parts[name] for name in ("gradients", "past", "kept", "attention"))
         chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
         sizes = [spec.chunk_size] * setup.chunks
         _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
         parts["states"] = min(parts["states"], (states + 2) * state)
         tapes = tape * (setup.chunks - 1)
-        used = sum(parts[name] for name in ("gradients", "states", "past", "kept", "chunk", "head"))
+        within = "gradients", "states", "past", "kept", "attention", "chunk", "head"
+        used = sum(parts[name] for name in within)
         parts["chunk"] += int(max(0, min(budget - used, tapes)))
     parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0
     return Memory({name: parts[name] for name in PARTS}, host)

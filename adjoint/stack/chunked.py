@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from adjoint.batch import Batch
 from adjoint.engine import shared_prefix
-from adjoint.engine.chunk_size import at_most, default_chunk_size, segments_on, sizes_of_stack
+from adjoint.engine.chunk_size import (
+    at_most,
+    default_chunk_size,
+    segments_on,
+    sizes_of_stack,
+    with_attention_bytes,
+)
 from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
@@ -71,12 +77,14 @@ class ChunkedStack(StackModules):
             default = at_most(default, batch.seqlen, ranks_of(group))
         spec = method.engine_spec(batch.seqlen, default)
         weights = weights_type(self)
-        is_divided = group is None and not call.has_state and self.tensor_parallel is None
-        if not is_divided or weights.is_gathered or spec.storage.segment_layers is not None:
+        if group is not None:
             return batch, spec
         sizes = sizes_of_stack(self, batch.ids, weights_on_host=weights.copies_from_host)
-        segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen)
-        return batch, spec if segments is None else spec.in_segments(*segments)
+        is_divided = not call.has_state and self.tensor_parallel is None and not weights.is_gathered
+        if is_divided and spec.storage.segment_layers is None:
+            segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen)
+            spec = spec if segments is None else spec.in_segments(*segments)
+        return batch, with_attention_bytes(spec, sizes, batch.rows, batch.seqlen)
 
     def step(
         self,

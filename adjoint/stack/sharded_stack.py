@@ -67,6 +67,7 @@ class ShardedStack:
             weights_on_host=weights_on_host,
             layers=layers_at_a_time,
             stream=config.d_model * element,
+            has_attention="attention" in config.mixers,
         )
 
     def make_part(

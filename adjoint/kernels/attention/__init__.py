@@ -103,6 +103,7 @@ class _PastAttention(torch.autograd.Function):
     Args of the forward:
         shared: pairs (keys, values) of parts of the past that rows share. They are read again in the
             backward: no tape holds them.
+        past: keeps the output for a forward that is run again; None if there is no past.
     """
 
     @staticmethod
@@ -116,13 +117,21 @@ class _PastAttention(torch.autograd.Function):
         scale: float | None,
         gather: Callable[[int, Tensor, Tensor], None] | None,
         shared: Sequence[tuple[Part, Part]] = (),
+        past: Past | None = None,
     ) -> Tensor:
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
         scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
         q = padded(q, kernel_width(q, v))
-        k_shared, v_shared = [keys.read() for keys, _ in shared], [values.read() for _, values in shared]
-        rows = [row for keys, _ in shared for row in keys.rows or ()]
-        out, log = torch.ops.adjoint.past_attention(q, k, v, k_past, v_past, k_shared, v_shared, rows, scale)
+        kept = None if past is None else past.kept_output(q.shape[2])
+        if kept is not None:
+            out, log = kept
+        else:
+            k_shared, v_shared = [keys.read() for keys, _ in shared], [values.read() for _, values in shared]
+            rows = [row for keys, _ in shared for row in keys.rows or ()]
+            inputs = q, k, v, k_past, v_past, k_shared, v_shared, rows, scale
+            out, log = torch.ops.adjoint.past_attention(*inputs)
+            if past is not None:
+                past.keep_output(out, log)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
         ctx.scale, ctx.width, ctx.groups, ctx.gather, ctx.shared = scale, width, groups, gather, shared
         return out[..., :width]
@@ -144,7 +153,7 @@ class _PastAttention(torch.autograd.Function):
         dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
         for pair in ctx.shared:
             _shared_backward(dq, d, q, pair, out, log, ctx.scale)
-        return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None, None
+        return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None, None, None
 
 
 def own_backward(
@@ -459,6 +468,14 @@ class Past(Protocol):
         """The chunk's own piece, with a graph if the past needs one for its cotangent."""
         ...
 
+    def kept_output(self, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """The output and log-sum-exp that `keep_output` got for as many queries; None if it kept none."""
+        ...
+
+    def keep_output(self, out: Tensor, log: Tensor) -> None:
+        """Keep the output of the chunk's queries for a forward that is run again, if there is room."""
+        ...
+
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
         """The past, or its last `reach` tokens, with the chunk's own piece behind it."""
         ...
@@ -569,7 +586,8 @@ def past_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) 
             keys_or_values.past.add_cotangent(of_block, begin + start)
 
     piece = joined[0].piece.to(q.dtype), joined[1].piece.to(q.dtype)
-    return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather)
+    past = joined[0].past
+    return _PastAttention.apply(q, *piece, k_past.detach(), v_past.detach(), scale, gather, (), past)
 
 
 def _attend_in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
@@ -587,7 +605,8 @@ def _attend_in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | Non
         for past, tokens, of_block in zip(pasts, rows_alone or (), d, strict=True):
             past.add_cotangent(of_block, tokens.start + start)
 
-    return _PastAttention.apply(q, k, v, k_past.detach(), v_past.detach(), scale, gather, pairs)
+    inputs = q, k, v, k_past.detach(), v_past.detach(), scale, gather, pairs, pasts[0]
+    return _PastAttention.apply(*inputs)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:

@@ -1,0 +1,78 @@
+"""Outputs of attention that the forward keeps for the backward, which then does not attend again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from adjoint.engine.grid import TileKind
+
+if TYPE_CHECKING:
+    from adjoint.engine.storage import Slab
+
+
+class AttentionOutputs:
+    """Outputs and log-sum-exps of attention in a sequence's last chunks, which see the most keys.
+
+    A token's output takes as many bytes at any place, but the work that it saves grows with the place: keys
+    and values are read again for the queries' cotangents alone (Dao et al. 2022, §3.1).
+
+    Args:
+        max_bytes: of a layer.
+        tokens: of the sequence.
+
+    Attributes:
+        is_open: whether the running tile is a chunk's first forward without a tape: its outputs are kept.
+    """
+
+    def __init__(self, max_bytes: float, tokens: int) -> None:
+        self.max_bytes, self.tokens, self.is_open = max_bytes, tokens, False
+        # by the slab of keys: first token, outputs (batch, tokens, heads, width), log (batch, tokens, heads)
+        self._buffers: dict[Slab, tuple[int, Tensor, Tensor]] = {}
+        # whether the kept output is that of all attention to these keys: layers that share keys differ in it
+        self._is_only: dict[tuple[Slab, int], bool] = {}
+
+    def begin_tile(self, kind: TileKind) -> None:
+        """Say which kind of tile runs now."""
+        self.is_open = kind == "forward"
+
+    def put(self, keys: Slab, start: int, out: Tensor, log: Tensor) -> None:
+        """Keep the output of a chunk's queries, if its tile is open and the chunk is among those kept.
+
+        Args:
+            keys: where the keys are. start: the chunk's first token.
+            out: (batch, heads, tokens, width). log: (batch, heads, tokens).
+        """
+        if not self.is_open:
+            return
+        if keys not in self._buffers:
+            per_token = out[:, :, :1].numel() * out.itemsize + log[:, :, :1].numel() * log.itemsize
+            kept_tokens = min(int(self.max_bytes / per_token), self.tokens)
+            kept_out, kept_log = (
+                t.new_empty(len(t), kept_tokens, *t.transpose(1, 2).shape[2:]) for t in (out, log)
+            )
+            self._buffers[keys] = self.tokens - kept_tokens, kept_out, kept_log
+        first = self._buffers[keys][0]
+        if start < first:
+            return
+        self._is_only[keys, start] = (keys, start) not in self._is_only
+        for kept, t in zip(self._read(keys, start, out.shape[2]), (out, log), strict=True):
+            kept.copy_(t)
+
+    def get(self, keys: Slab, start: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Return what `put` has kept for a chunk, in these shapes, or None."""
+        if self.is_open or not self._is_only.get((keys, start)):
+            return None
+        return self._read(keys, start, tokens)
+
+    def _read(self, keys: Slab, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+        first, *buffers = self._buffers[keys]
+        # .data: to autograd, writing other chunks' outputs is no change of these
+        out, log = (t[:, start - first : start - first + tokens].data.transpose(1, 2) for t in buffers)
+        return out, log
+
+    def drop(self, keys: Slab) -> None:
+        """Free the outputs of all chunks."""
+        self._buffers.pop(keys, None)
+        self._is_only = {place: is_only for place, is_only in self._is_only.items() if place[0] is not keys}
