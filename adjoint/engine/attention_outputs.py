@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 
 from torch import Tensor
 
 from adjoint.engine.grid import TileKind
-
-if TYPE_CHECKING:
-    from adjoint.engine.storage import Slab
 
 
 class AttentionOutputs:
@@ -29,15 +26,15 @@ class AttentionOutputs:
     def __init__(self, max_bytes: float, tokens: int) -> None:
         self.max_bytes, self.tokens, self.is_open = max_bytes, tokens, False
         # by the slab of keys: first token, outputs (batch, tokens, heads, width), log (batch, tokens, heads)
-        self._buffers: dict[Slab, tuple[int, Tensor, Tensor]] = {}
+        self._buffers: dict[Hashable, tuple[int, Tensor, Tensor]] = {}
         # whether the kept output is that of all attention to these keys: layers that share keys differ in it
-        self._is_only: dict[tuple[Slab, int], bool] = {}
+        self._is_only: dict[tuple[Hashable, int], bool] = {}
 
     def begin_tile(self, kind: TileKind) -> None:
         """Say which kind of tile runs now."""
         self.is_open = kind == "forward"
 
-    def put(self, keys: Slab, start: int, out: Tensor, log: Tensor) -> None:
+    def put(self, keys: Hashable, start: int, out: Tensor, log: Tensor) -> None:
         """Keep the output of a chunk's queries, if its tile is open and the chunk is among those kept.
 
         Args:
@@ -57,22 +54,22 @@ class AttentionOutputs:
         if start < first:
             return
         self._is_only[keys, start] = (keys, start) not in self._is_only
-        for kept, t in zip(self._read(keys, start, out.shape[2]), (out, log), strict=True):
-            kept.copy_(t)
+        for buffer, t in zip(self._read(keys, start, out.shape[2]), (out, log), strict=True):
+            buffer.copy_(t)
 
-    def get(self, keys: Slab, start: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+    def get(self, keys: Hashable, start: int, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Return what `put` has kept for a chunk, in these shapes, or None."""
         if self.is_open or not self._is_only.get((keys, start)):
             return None
         return self._read(keys, start, tokens)
 
-    def _read(self, keys: Slab, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def _read(self, keys: Hashable, start: int, tokens: int) -> tuple[Tensor, Tensor]:
         first, *buffers = self._buffers[keys]
         # .data: to autograd, writing other chunks' outputs is no change of these
         out, log = (t[:, start - first : start - first + tokens].data.transpose(1, 2) for t in buffers)
         return out, log
 
-    def drop(self, keys: Slab) -> None:
+    def drop(self, keys: Hashable) -> None:
         """Free the outputs of all chunks."""
         self._buffers.pop(keys, None)
         self._is_only = {place: is_only for place, is_only in self._is_only.items() if place[0] is not keys}

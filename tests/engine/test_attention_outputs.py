@@ -113,8 +113,8 @@ def test_layers_that_share_keys_compute_their_outputs_again() -> None:
     past.keep_output(out, log)
     assert past.kept_output(4) is None, "an open tile computes"
     outputs.begin_tile("recompute")
-    kept = past.kept_output(4)
-    assert kept is not None and torch.equal(kept[0], out) and torch.equal(kept[1], log)
+    output = past.kept_output(4)
+    assert output is not None and torch.equal(output[0], out) and torch.equal(output[1], log)
     outputs.begin_tile("forward")
     past.keep_output(out + 1, log)  # another layer's queries
     outputs.begin_tile("recompute")

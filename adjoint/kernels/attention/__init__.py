@@ -122,9 +122,9 @@ class _PastAttention(torch.autograd.Function):
         groups, width = q.shape[1] // k.shape[1], v.shape[3]
         scale = q.shape[3] ** -0.5 if scale is None else scale  # before q is padded to v's width
         q = padded(q, kernel_width(q, v))
-        kept = None if past is None else past.kept_output(q.shape[2])
-        if kept is not None:
-            out, log = kept
+        output = None if past is None else past.kept_output(q.shape[2])
+        if output is not None:
+            out, log = output
         else:
             k_shared, v_shared = [keys.read() for keys, _ in shared], [values.read() for _, values in shared]
             rows = [row for keys, _ in shared for row in keys.rows or ()]
