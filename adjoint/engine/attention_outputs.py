@@ -12,8 +12,9 @@ from adjoint.engine.grid import TileKind
 class AttentionOutputs:
     """Outputs and log-sum-exps of attention in a sequence's last chunks, which see the most keys.
 
-    A token's output takes as many bytes at any place, but the work that it saves grows with the place: keys
-    and values are read again for the queries' cotangents alone (Dao et al. 2022, §3.1).
+    A token's output takes as many bytes at any place, but the work that it saves grows with the place. The
+    backward needs no more of the forward, as it makes the softmax again from the log-sum-exp (FlashAttention,
+    Dao et al. 2022).
 
     Args:
         max_bytes: of a layer.
@@ -27,7 +28,7 @@ class AttentionOutputs:
         self.max_bytes, self.tokens, self.is_open = max_bytes, tokens, False
         # by the slab of keys: first token, outputs (batch, tokens, heads, width), log (batch, tokens, heads)
         self._buffers: dict[Hashable, tuple[int, Tensor, Tensor]] = {}
-        # whether the kept output is that of all attention to these keys: layers that share keys differ in it
+        # whether only one layer attends to these keys: of several, no output is kept
         self._is_only: dict[tuple[Hashable, int], bool] = {}
 
     def begin_tile(self, kind: TileKind) -> None:
@@ -50,16 +51,15 @@ class AttentionOutputs:
                 t.new_empty(len(t), kept_tokens, *t.transpose(1, 2).shape[2:]) for t in (out, log)
             )
             self._buffers[keys] = self.tokens - kept_tokens, kept_out, kept_log
-        first = self._buffers[keys][0]
-        if start < first:
+        self._is_only[keys, start] = is_only = (keys, start) not in self._is_only
+        if start < self._buffers[keys][0] or not is_only:
             return
-        self._is_only[keys, start] = (keys, start) not in self._is_only
         for buffer, t in zip(self._read(keys, start, out.shape[2]), (out, log), strict=True):
             buffer.copy_(t)
 
     def get(self, keys: Hashable, start: int, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Return what `put` has kept for a chunk, in these shapes, or None."""
-        if self.is_open or not self._is_only.get((keys, start)):
+        if self.is_open or not self._is_only.get((keys, start)) or start < self._buffers[keys][0]:
             return None
         return self._read(keys, start, tokens)
 
