@@ -21,7 +21,7 @@ from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.gated import gated
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
-from adjoint.kernels.rms_norm import rms_norm
+from adjoint.kernels.rms_norm import l2_norm, rms_norm
 from adjoint.kernels.ssd_scan import ssd_scan
 
 # Layers whose state is supported and whose functions are replaced here.
@@ -130,7 +130,7 @@ def _delta_rule(
     wide, heads = accumulate_dtype(q.dtype), v.shape[2]
     queries, keys = (t.to(wide) for t in (q, k))
     if use_qk_l2norm_in_kernel:
-        queries, keys = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (queries, keys))
+        queries, keys = l2_norm(queries), l2_norm(keys)
     queries, shared = _scaled(queries, scale), heads // q.shape[2]
     if shared > 1:
         queries, keys = (t.repeat_interleave(shared, dim=2) for t in (queries, keys))
@@ -391,10 +391,6 @@ def _with_bonus(o: Tensor, r: Tensor, k: Tensor, r_k: Tensor, v: Tensor, g: Tens
     return (o + ((r * k * r_k).sum(-1, keepdim=True) * v).view_as(o)) * g
 
 
-def _unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-
-
 def _token_shift(
     x: Tensor,
     cu_seqlens: Tensor | None = None,
@@ -642,7 +638,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "fused_addcmul_rwkv7": _mixed_inputs,
     "fused_k_rwkv7": _replacement_keys,
     "gate_output_correction": _with_bonus,
-    "l2_norm": _unit_vectors,
+    "l2_norm": l2_norm,
     "causal_conv1d": _conv,
     "causal_conv1d_update": _conv_step,
     "rms_norm": _rms_norm,

@@ -10,6 +10,7 @@ from adjoint.batch import State
 from adjoint.kernels import checks
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
+from adjoint.kernels.rms_norm import l2_norm
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
 from adjoint.layers.init import inverse_softplus_steps, reset
@@ -154,7 +155,7 @@ class GatedDeltaNetMixer(Mixer):
     def _key_heads(self, t: Tensor) -> Tensor:
         """Return keys or queries as unit vectors (…, nheads, d_state), repeated for heads that share them."""
         t = t.unflatten(-1, (self.key_heads, self.d_state))
-        t = t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
+        t = l2_norm(t)
         shared = self.config.nheads // self.key_heads
         return t if shared == 1 else t.repeat_interleave(shared, dim=2)
 

@@ -45,6 +45,7 @@ from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.rms_norm import l2_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 
@@ -151,10 +152,13 @@ def _chunk_gated_delta_rule(
         query, key: (batch, seqlen, k_heads, d_k).
         value: (batch, seqlen, v_heads, d_v).
     """
-    q, k = (t.to(accumulate_dtype(query.dtype)) for t in (query, key))
-    if use_qk_l2norm_in_kernel:
-        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-    q, groups = q * q.shape[-1] ** -0.5, value.shape[2] // q.shape[2]
+    scale, groups = query.shape[-1] ** -0.5, value.shape[2] // query.shape[2]
+    if use_qk_l2norm_in_kernel:  # kernels for half precision read the vectors in it
+        dtype = query.dtype if query.is_cuda else accumulate_dtype(query.dtype)
+        q, k = l2_norm(query, scale=scale, dtype=dtype), l2_norm(key, dtype=dtype)
+    else:
+        q, k = (t.to(accumulate_dtype(query.dtype)) for t in (query, key))
+        q = q * scale
     if groups > 1:
         q, k = (t.repeat_interleave(groups, dim=2) for t in (q, k))
     with torch.autocast(query.device.type, enabled=False):

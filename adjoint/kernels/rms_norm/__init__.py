@@ -141,6 +141,17 @@ def rms_norm(
     return y if residual is None else (y, s.to(residual.dtype))
 
 
+def l2_norm(x: Tensor, eps: float = 1e-6, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+    """Return scale x / sqrt(Σ x² + eps) over the last dimension: the RMSNorm of equal weights.
+
+    Args:
+        x: (…, d), floating point.
+        dtype: as in `rms_norm`.
+    """
+    d = x.shape[-1]
+    return rms_norm(x, x.new_full((d,), scale * d**-0.5), eps / d, dtype=dtype)
+
+
 OPERATION = register(
     Operation(
         name="rms_norm",
