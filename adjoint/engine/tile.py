@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as checkpointed
 
@@ -122,7 +123,7 @@ class Gradients:
             if gradient is not None and (parameter in self.sums or parameter in first):
                 self._wait_for_sum(parameter)
                 pairs[type(gradient)].append((parameter, gradient))
-            elif gradient is not None and gradient.is_cuda and type(gradient) is Tensor:
+            elif gradient is not None and gradient.is_cuda and not is_traceable_wrapper_subclass(gradient):
                 first[parameter] = gradient
             else:
                 self.add(parameter, gradient)

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import os
@@ -157,6 +158,15 @@ def recorder(record: WrapState) -> Any:
     return Recorder.of(record)
 
 
+@functools.cache
+def _is_made_of_others(operator: Any) -> bool:
+    """Whether an operator runs as other operators, which count; a GPU has a kernel where a CPU has one."""
+    import torch
+
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
+    return operator._can_decompose() and not has_kernel
+
+
 class Recorder:
     """Makes the mode once PyTorch is there; `current` is the one that is on."""
 
@@ -175,8 +185,8 @@ class Recorder:
                 return False
 
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func.namespace == "aten" and func._can_decompose():
-                    with self:  # made of other operators: those count
+                if func.namespace == "aten" and _is_made_of_others(func):
+                    with self:
                         parts = func.decompose(*args, **(kwargs or {}))
                     if parts is not NotImplemented:
                         return parts

@@ -149,7 +149,9 @@ def l2_norm(x: Tensor, eps: float = 1e-6, dtype: torch.dtype | None = None, scal
         dtype: as in `rms_norm`.
     """
     d = x.shape[-1]
-    return rms_norm(x, x.new_full((d,), scale * d**-0.5), eps / d, dtype=dtype)
+    flat = x.flatten(-2) if x.dim() > 2 else x  # heads that are a slice of wider rows stay where they are
+    weight = x.new_full((flat.shape[-1],), scale * d**-0.5)
+    return rms_norm(flat, weight, eps / d, group_size=d, dtype=dtype).view(x.shape)
 
 
 OPERATION = register(
