@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 
 from adjoint.memory import out_of_memory
+from adjoint.remote import RemoteError
 
 # The more a cause explains, the earlier it stands. "environment" and "error" would come again with the next
 # group: a folder that not all nodes have, a full disk, a missing package; an exception of the code.
@@ -90,7 +91,7 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         return Cause("out of memory", rank, text)
     if isinstance(inner, OSError) and inner.filename is not None:
         return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
-    if isinstance(inner, exceptions.RuntimeEnvSetupError | ImportError):
+    if isinstance(inner, exceptions.RuntimeEnvSetupError | ImportError | RemoteError):
         return Cause("environment", rank, text)
     if is_collateral(inner):
         return Cause("connection", rank, text)

@@ -10,6 +10,7 @@ from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
+from adjoint.remote import Place, RemoteError
 
 
 def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfig, Weights]:
@@ -109,13 +110,13 @@ def _check_layout(folder: Path, description: str, format_name: str | None, layou
         raise UserError(f"{folder}: is {description}, not a model of {layout}; use Stack.from_pretrained")
 
 
-def from_checkpoint(checkpoint: Path) -> tuple[StackConfig, Weights]:
+def from_checkpoint(checkpoint: Place) -> tuple[StackConfig, Weights]:
     """Return the configuration and the weights of a run's checkpoint, which the caller has verified."""
     config, stored = checkpoint_config(checkpoint), StoredTensors(checkpoint, "model")
     return with_tied_table({name: stored[name].clone() for name in stored.files_by_name}, config)
 
 
-def checkpoint_config(checkpoint: Path) -> StackConfig:
+def checkpoint_config(checkpoint: Place) -> StackConfig:
     """Return the configuration of the model in a run's checkpoint.
 
     Raises:
@@ -128,6 +129,8 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
         for key in ("lora", "offload", "quantization", "trust_remote_code"):
             model_settings.pop(key, None)
         return StackConfig(**model_settings)
+    except RemoteError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint}: its trainer.json describes no model that this version knows ({error!r})"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adjoint.data.sources import find_sources
+from adjoint.remote import is_remote
 from adjoint.tools.command_flags import FLAGS
 from adjoint.train.config import check_values, flags_of_keys, known_keys
 from adjoint.train.flags import is_like_a_flag, unknown_flag, unknown_key
@@ -96,7 +97,9 @@ def _check_path(command: str, flag: str, value: str) -> None:
                 raise unknown_key(name, value, known_keys())
     elif flag in ("--data.path", "--data.validation_path", "--path"):
         key = "data.path" if flag == "--path" else flag[2:]
-        if not value.startswith(("hf:", "[")) and value != "null" and not Path(value).exists():
+        if value.startswith(("hf:", "[")) or value == "null":
+            return
+        if is_remote(value) or not Path(value).exists():
             find_sources(value, key)  # raises, but for a pattern that has matches
     elif flag == "--model.from_pretrained" and command in ("train", "plan"):
         _check_model(value, "model.from_pretrained")

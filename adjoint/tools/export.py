@@ -24,10 +24,11 @@ from adjoint.data.tokenizer import (
     tokenizer_files,
 )
 from adjoint.errors import UserError
-from adjoint.files import disk_errors, flush, unfinished_path
+from adjoint.files import disk_errors, flush, folder_in_cache, unfinished_path
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
+from adjoint.remote import Place, RemotePath, is_remote
 from adjoint.train.checkpoint import merged_model, write_file
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads
@@ -52,7 +53,7 @@ def _parser() -> Flags:
         f"with {file_kinds()} can be written to such a file.",
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
-    parser.add("--to", "folder to write, new or empty; or a new file", _destination, required=True)
+    parser.add("--to", "folder or address to write, new or empty; or a new file", _destination, required=True)
     layout = f"layout of the folder: {' or '.join(FORMATS)}"
     parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
     dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
@@ -65,13 +66,17 @@ def main(argv: list[str]) -> int:
     """`adjoint export`: exit code 0."""
     request = _parser().parse_args(argv)
     checkpoint = find_checkpoint(request.run)
-    summary = export(checkpoint, request.to, request.format, request.dtype)
-    print(f"{request.to}: {summary}, from {os.path.relpath(checkpoint)}")
+    write = _export_to_address if isinstance(request.to, RemotePath) else export
+    summary = write(checkpoint, request.to, request.format, request.dtype)
+    source = checkpoint if isinstance(checkpoint, RemotePath) else os.path.relpath(checkpoint)
+    print(f"{request.to}: {summary}, from {source}")
     return 0
 
 
-def _destination(text: str) -> Path:
-    """Return the file or folder to write to that a flag names."""
+def _destination(text: str) -> Place:
+    """Return the file or folder to write to that a flag names, or its address."""
+    if is_remote(text):
+        return RemotePath(text)
     if file_format_to_write(text) is None:
         return new_folder(text)
     if Path(text).exists():
@@ -79,7 +84,25 @@ def _destination(text: str) -> Path:
     return Path(text)
 
 
-def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None) -> str:
+def _export_to_address(checkpoint: Place, place: RemotePath, layout: str, dtype: str | None) -> str:
+    """Export to a folder of the cache and upload that, config.json last; return what was written, in words.
+
+    Raises:
+        UserError: something is at the address, or its store refuses.
+    """
+    if place.is_file() or place.iterdir():
+        raise UserError(f"--to {place}: is not empty; name another address, or remove what is there first")
+    with folder_in_cache() as folder:
+        local = folder / place.name
+        summary = export(checkpoint, local, layout, dtype)
+        if local.is_file():
+            place.upload(local)
+        else:
+            place.upload_folder(local, "config.json")
+    return summary
+
+
+def export(checkpoint: Place, folder: Path, layout: str, dtype: str | None = None) -> str:
     """Write a verified checkpoint's model to a folder in one piece; return what was written, in words.
 
     Args:
@@ -132,7 +155,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     return summary
 
 
-def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> str:
+def _write_all(work: Path, checkpoint: Place, layout: str, dtype: str | None) -> str:
     """Write model and tokenizer of a checkpoint to a folder; return what was written, in words."""
     trained = read_trainer(checkpoint).get("config", {})
     settings = trained.get("model", {})
@@ -184,7 +207,7 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
     return name if name in get_args(Dtype) else None
 
 
-def _write_pretrained(work: Path, checkpoint: Path, source: str, trusted: bool, dtype: str | None) -> str:
+def _write_pretrained(work: Path, checkpoint: Place, source: str, trusted: bool, dtype: str | None) -> str:
     """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights.
 
     Tensors of the source folder that its class does not load are copied.

@@ -40,6 +40,7 @@ from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
+from adjoint.remote import Place, place_of
 from adjoint.train.carry_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
 from adjoint.train.optimizer import parts_of
@@ -161,7 +162,7 @@ def write_file(
 
 
 def load_checkpoint(
-    path: str | Path,
+    path: str | Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     config: ConfigDict | None = None,
@@ -172,7 +173,7 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is damaged, or is of another model than `config` says, or ``model`` is.
     """
-    path = Path(path)
+    path = place_of(path)
     if verify:
         verify_checkpoint(path)
     trainer = read_trainer(path)
@@ -192,7 +193,7 @@ def load_checkpoint(
 
 
 def trained_model(
-    checkpoint: Path, method: Method, device: torch.device | str | None = None
+    checkpoint: Place, method: Method, device: torch.device | str | None = None
 ) -> PreTrainedModel:
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights, unless these are quantized."""
@@ -213,7 +214,7 @@ def trained_model(
     return base_of(model)
 
 
-def merged_model(checkpoint: Path) -> PreTrainedModel:
+def merged_model(checkpoint: Place) -> PreTrainedModel:
     """Return `trained_model` on the CPU with floating-point weights.
 
     Adapters on quantized weights are merged into the weights that the folder has or, if it is saved
@@ -235,7 +236,7 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
     return merged(model) if lora else model
 
 
-def check_config(path: Path, config: ConfigDict) -> None:
+def check_config(path: Place, config: ConfigDict) -> None:
     """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
     stored = read_trainer(path).get("config", {})
@@ -358,7 +359,7 @@ def _flushed(file: Path) -> FileEntry:
     return {"sha256": sha256(file), "bytes": file.stat().st_size}
 
 
-def _load_weights(path: Path, model: nn.Module) -> None:
+def _load_weights(path: Place, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
     stored, tensors = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
     restored_ids = {id(tensors[name]) for name in tensors if name in stored.files_by_name}

@@ -195,7 +195,10 @@ class TrainingConfig:
 class RunConfig:
     """The folder of a run, and whether it continues an earlier one."""
 
-    dir: str | None = option(None, "folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.")
+    dir: str | None = option(
+        None,
+        "folder of the run, or an address such as s3://bucket/run; null is runs/NAME, or runs/NAME-2, … if that exists.",
+    )
     name: FolderName | None = option(
         None, "the NAME of runs/NAME; null is the name of the configuration file."
     )
