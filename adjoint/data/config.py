@@ -34,8 +34,8 @@ class DataConfig:
 
     path: Paths = option(
         None,
-        "a file, a folder (searched recursively), a glob, or a list of them, on this machine or at an address "
-        "such as s3://bucket/text: .txt .md .py .jsonl "
+        "a file, a folder (searched recursively), a glob, or a list of them, here or at an address such as "
+        "s3://bucket/text: .txt .md .py .jsonl "
         ".parquet .json and FASTA (.fa .fasta .fna), each also as .gz or .zst (.json is read only if it is "
         "named, as an array of records). Each record of FASTA is a document, whose N's are read and not "
         "predicted. Records with `messages` are chats: the tokenizer's chat template is applied, and only "

@@ -128,13 +128,10 @@ def check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
     for sources in [*parts, *held_out]:
         files = {file.path.resolve() for file in sources.files}
         if both := files & earlier_files:
+            first = min(map(str, both))
             if sources in held_out:
-                raise UserError(
-                    f"data.validation_path: {min(map(str, both))} is trained on too; leave it out"
-                )
-            raise UserError(
-                f"data.weights: {min(map(str, both))} is in two entries of data.path; leave it out of one"
-            )
+                raise UserError(f"data.validation_path: {first} is trained on too; leave it out")
+            raise UserError(f"data.weights: {first} is in two entries of data.path; leave it out of one")
         earlier_files |= files
 
 

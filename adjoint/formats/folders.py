@@ -10,17 +10,17 @@ from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
-from adjoint.remote import Place, RemoteError
+from adjoint.remote import Place, RemoteError, RemotePath
 
 
-def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfig, Weights]:
+def from_pretrained(folder: Place, layout: str | None = None) -> tuple[StackConfig, Weights]:
     """Return the configuration and the weights of a model in a folder.
 
     The weights are on the CPU, in the dtypes they are stored in.
 
     Args:
         folder: a model in one of `FORMATS`; a run, whose newest good checkpoint is read; or a checkpoint of a
-            run.
+            run. A run may be at an address.
         layout: the only one of `FORMATS` that is accepted; None accepts all, and runs.
 
     Raises:
@@ -32,6 +32,11 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
     if (folder / "checkpoints").is_dir() or (folder / MANIFEST).is_file():
         _check_layout(folder, "a run", None, layout)
         return from_checkpoint(checkpoint_at(folder, str(folder)))
+    if isinstance(folder, RemotePath):
+        raise UserError(
+            f"{folder}: is no run, and models are read from folders of this machine; download it, then name "
+            "that folder"
+        )
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, str(folder))
         raise UserError(
@@ -105,7 +110,7 @@ def refuse_adapter(folder: Path, called: str) -> None:
     )
 
 
-def _check_layout(folder: Path, description: str, format_name: str | None, layout: str | None) -> None:
+def _check_layout(folder: Place, description: str, format_name: str | None, layout: str | None) -> None:
     if layout not in (None, format_name):
         raise UserError(f"{folder}: is {description}, not a model of {layout}; use Stack.from_pretrained")
 

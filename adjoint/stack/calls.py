@@ -38,6 +38,7 @@ from adjoint.layers.strands import (
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import group_of
+from adjoint.remote import Place, place_of
 from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
 from adjoint.stack.structure import WHOLE_SEQUENCE
@@ -394,7 +395,7 @@ class Stack(ChunkedStack):
         return _with_weights(*from_model(hf_model))
 
     @staticmethod
-    def from_pretrained(directory: str | Path) -> Stack:
+    def from_pretrained(directory: str | Place) -> Stack:
         """Return a stack with the weights in a folder, on the CPU, each in the dtype it is stored in.
 
             model = adjoint.Stack.from_pretrained("runs/default")
@@ -402,7 +403,8 @@ class Stack(ChunkedStack):
         Neither transformers nor mamba-ssm needs to be installed. Only tensors are unpickled.
 
         Args:
-            directory: a run (its newest good checkpoint) or one of its checkpoints; or a folder written by
+            directory: a run (its newest good checkpoint) or one of its checkpoints, also at an address such
+                as s3://bucket/run; or a folder written by
                 `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, of mamba-ssm's
                 MambaLMHeadModel, or of CaduceusForMaskedLM, in one file or in shards.
 
@@ -440,8 +442,8 @@ def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
     return int(torch.stack(low).min()), int(torch.stack(high).max())
 
 
-def _read(directory: str | Path, layout: str | None = None) -> Stack:
-    config, weights = from_pretrained(Path(directory), layout)
+def _read(directory: str | Place, layout: str | None = None) -> Stack:
+    config, weights = from_pretrained(place_of(directory), layout)
     try:
         return _with_weights(config, weights)
     except ValueError as error:

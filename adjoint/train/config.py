@@ -197,7 +197,8 @@ class RunConfig:
 
     dir: str | None = option(
         None,
-        "folder of the run, or an address such as s3://bucket/run; null is runs/NAME, or runs/NAME-2, … if that exists.",
+        "folder of the run, or an address such as s3://bucket/run; null is runs/NAME, or runs/NAME-2, … if "
+        "that exists.",
     )
     name: FolderName | None = option(
         None, "the NAME of runs/NAME; null is the name of the configuration file."

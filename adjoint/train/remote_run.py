@@ -1,8 +1,8 @@
 """A run whose folder is an address such as s3://bucket/run.
 
-Its files are written to a folder of the cache on this machine, which is the run's folder as any other, and
-uploaded from there: a checkpoint as soon as it is written, its manifest last; metrics and pictures then too, and
-every minute. Over shards on several machines each uploads its own files of a checkpoint.
+Its files are written to a folder of the cache on this machine, as those of any run, and uploaded from there:
+a checkpoint as soon as it is written, its manifest last; metrics and pictures then too, and every minute. Over
+shards on several machines each uploads its own files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class RemoteRun:
             ) from None
         if owner != self._owner:
             raise UserError(
-                f"run.dir {self.place}: another process writes to it since, on host {owner.split()[0]}; this one "
-                "stops; name another --run.dir for a run beside it"
+                f"run.dir {self.place}: a process on {owner.split()[0]} has begun to write to it, and this "
+                "one stops; name another --run.dir for a second run"
             )
 
     def upload(self) -> None:

@@ -214,7 +214,7 @@ class RunFolder:
             self.remote.upload_now_and_then()
 
     def upload(self) -> None:
-        """Upload what has changed, if the run is at an address; its checkpoints are uploaded as they are saved."""
+        """Upload what has changed, checkpoints apart, if the run is at an address."""
         if self.remote is not None:
             self.remote.upload()
 

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import adjoint.train.remote_run as remote_run
 from adjoint.checkpoint import (
-    MANIFEST,
-    StoredTensors,
     list_checkpoints,
-    newest_checkpoint,
-    set_aside_after,
-    verify_checkpoint,
 )
-from adjoint.data.sources import find_sources, read_documents
-from adjoint.errors import UserError
-from adjoint.remote import RemoteError, RemotePath, is_remote
-from adjoint.train.checkpoint import load_checkpoint
-from adjoint.train.config import RunConfig
-from adjoint.train.rundir import RunFolder, open_run
-from tests.model_helpers import assert_same
-from tests.train.test_checkpoint import save, stepped
-from tests.training_helpers import metrics, run, same_training, tiny, train_tiny, write_text
+from adjoint.remote import RemotePath
+from tests.training_helpers import same_training, train_tiny
 
 fsspec = pytest.importorskip("fsspec")
 BUCKET = RemotePath("memory://bucket")
