@@ -11,9 +11,9 @@ A run over several shards writes model-00001-of-00004.safetensors and so on, a f
 the optimizer; the names inside are the same, so that any number of shards, or one process, reads either.
 
 A checkpoint is complete or absent: the manifest is written last (`adjoint.train.checkpoint`); at an address
-such as s3://bucket/run, a folder without it is no checkpoint. State is stored by parameter name, never by position,
-so it can be read back by another grouping of the same parameters. Nothing is unpickled: `rng.pt` is read with
-``weights_only=True``.
+such as s3://bucket/run, a folder without it is no checkpoint. State is stored by parameter name, never by
+position, so it can be read back by another grouping of the same parameters. Nothing is unpickled: `rng.pt` is
+read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -320,8 +320,8 @@ def set_aside_after(directory: str | Place, step: int) -> list[Place]:
 
 
 def remove_checkpoint(path: Place) -> None:
-    """Delete a checkpoint. It is renamed first (at an address, its manifest goes first), so that a kill half-way
-    leaves no half checkpoint behind."""
+    """Delete a checkpoint. It is renamed first (at an address, its manifest goes first), so that a kill
+    half-way leaves no half checkpoint behind."""
     if isinstance(path, RemotePath):
         path.remove_folder(MANIFEST)
         return

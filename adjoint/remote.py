@@ -124,9 +124,9 @@ class RemotePath:
         system, key = self._system()
         with self._refusals():
             properties = system.glob(key, detail=True)
-        scheme = self.url.partition("://")[0]
+        start = self.url.removesuffix(key.lstrip("/"))
         return sorted(
-            (RemotePath(f"{scheme}://{name}"), _stat_of(info))
+            (RemotePath(start + name.lstrip("/")), _stat_of(info))
             for name, info in properties.items()
             if info["type"] == "file"
         )
@@ -213,7 +213,8 @@ class RemotePath:
             folders = {"auto_mkdir": True} if matched[1] in ("file", "local") else {}
             system, key = fsspec.core.url_to_fs(self.url, **folders)
         except ImportError as error:
-            package = "fsspec" if error.name == "fsspec" else _PACKAGES.get(matched[1])
+            lacks_fsspec = (error.name or "").partition(".")[0] == "fsspec"
+            package = "fsspec" if lacks_fsspec else _PACKAGES.get(matched[1])
             reason = f"needs {package}: {install_command('remote')}" if package else str(error)
             raise RemoteError(f"{self.url}: {reason}") from None
         except Exception as error:

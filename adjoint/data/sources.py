@@ -274,7 +274,9 @@ def _remote_sources(text: str, key: str) -> list[Source]:
         named: tuple[str, ...] = ()
     elif glob.has_magic(text):
         matches = path.matches()
-        root = os.path.commonpath([str(match.parent) for match, _ in matches]) if matches else ""
+        scheme = text.partition("://")[0] + "://"
+        folders = [str(match.parent).removeprefix(scheme) for match, _ in matches]
+        root = scheme + (os.path.commonpath(folders) if folders else "")
         found = [(match, str(match)[len(root) + 1 :], stat) for match, stat in matches]
         named = (_NAMED, *(_NAMED + end for end in _COMPRESSED))
     else:

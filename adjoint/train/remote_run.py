@@ -1,8 +1,8 @@
 """A run whose folder is an address such as s3://bucket/run.
 
 Its files are written to a folder of the cache on this machine, as those of any run, and uploaded from there:
-a checkpoint as soon as it is written, its manifest last; metrics and pictures then too, and every minute. Over
-shards on several machines each uploads its own files of a checkpoint.
+a checkpoint as soon as it is written, its manifest last; metrics and pictures then too, and every minute.
+Shards, which may be on other machines, upload their own files of a checkpoint.
 """
 
 from __future__ import annotations
