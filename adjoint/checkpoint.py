@@ -31,7 +31,7 @@ import torch
 
 from adjoint.errors import UserError
 from adjoint.files import is_utf8
-from adjoint.remote import Place, RemoteError, RemotePath, place_of
+from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -344,7 +344,7 @@ class StoredTensors:
         from safetensors import SafetensorError, safe_open
 
         self.path, self.files_by_name = path, dict[str, Any]()
-        files: list[Any] = sorted(path.glob(f"{stem}*.safetensors"))
+        files = sorted(list[Place](path.glob(f"{stem}*.safetensors")), key=str)
         index = path / f"{stem}.safetensors.index.json"
         if path / f"{stem}.safetensors" not in files and index.is_file():  # a folder of transformers
             try:
@@ -354,11 +354,14 @@ class StoredTensors:
             files = [path / name for name in sorted(set(names))]
         for file in files:
             try:
-                is_remote = isinstance(file, RemotePath)
-                stored: Any = _RemoteSafetensors(file) if is_remote else safe_open(str(file), "pt")
+                stored: safe_open | _RemoteSafetensors
+                if isinstance(file, RemotePath):
+                    stored = _RemoteSafetensors(file)
+                else:
+                    stored = safe_open(str(file), "pt")
             except SafetensorError as error:
                 reason = " ".join(str(error).split())
-                if not is_utf8(file):
+                if not is_utf8(str(file)):
                     raise UserError(
                         f"{file}: its name is not UTF-8, which safetensors needs; rename"
                     ) from None
@@ -383,6 +386,14 @@ class StoredTensors:
         return {name.rpartition("|")[2]: self[name] for name in names}
 
 
+class _TensorEntry(TypedDict):
+    """A tensor's entry in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
 class _RemoteSafetensors:
     """The tensors of a safetensors file at an address, each fetched by itself.
 
@@ -400,8 +411,8 @@ class _RemoteSafetensors:
                 raise ValueError("its header is cut short")
             header = json.loads(file.read_span(8, self.start))
             header.pop("__metadata__", None)
-            self.entries: dict[str, dict[str, Any]] = header
-            if self.start + max((e["data_offsets"][1] for e in header.values()), default=0) != size:
+            self.entries: dict[str, _TensorEntry] = header
+            if self.start + max((e["data_offsets"][1] for e in self.entries.values()), default=0) != size:
                 raise ValueError("it is cut short")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SafetensorError(str(error)) from None
@@ -414,7 +425,7 @@ class _RemoteSafetensors:
 
         entry = self.entries[name]
         first, end = entry["data_offsets"]
-        header = json.dumps({name: entry | {"data_offsets": [0, end - first]}}).encode()
+        header = json.dumps({name: {**entry, "data_offsets": [0, end - first]}}).encode()
         data = self.file.read_span(self.start + first, self.start + end) if end > first else b""
         return load(len(header).to_bytes(8, "little") + header + data)[name]
 

@@ -10,8 +10,8 @@ import re
 import sys
 from dataclasses import dataclass, field
 
+from adjoint.files.remote import RemoteError
 from adjoint.memory import out_of_memory
-from adjoint.remote import RemoteError
 
 # The more a cause explains, the earlier it stands. "environment" and "error" would come again with the next
 # group: a folder that not all nodes have, a full disk, a missing package; an exception of the code.

@@ -35,6 +35,7 @@ from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
 from adjoint.files import folder_in_cache
+from adjoint.files.remote import RemotePath, place_of
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.memory import begin_peak, peak_memory_bytes
@@ -49,7 +50,6 @@ from adjoint.parallel.context import exchange_of
 from adjoint.parallel.split_tensors import gather, split_like, squared_norm
 from adjoint.parallel.tensor import reads_windows
 from adjoint.parallel.transport import sum_gradients
-from adjoint.remote import RemotePath, place_of
 from adjoint.train.carry_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adjoint.errors import UserError
-from adjoint.remote import Place, RemotePath, place_of
+from adjoint.files.remote import Place, RemotePath, place_of
 
 REMEDY = "every host needs the same files under the same path, as on a file system that they share"
 

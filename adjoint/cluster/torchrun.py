@@ -28,11 +28,11 @@ from adjoint.cluster.process_group import DistributedTransport, decline, meet
 from adjoint.cluster.shared_files import REMEDY, SharedFiles, shared_files
 from adjoint.data.batches import Data
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, place_of
 from adjoint.layers.init import drawn_from
 from adjoint.parallel.network import Endpoint, exchange
 from adjoint.parallel.split_tensors import local, squared_norm
 from adjoint.parallel.transport import sum_gradients
-from adjoint.remote import Place, place_of
 from adjoint.train.config import Config
 from adjoint.train.layout import Layout
 from adjoint.train.machine import StopRequest, pick_device

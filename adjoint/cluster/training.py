@@ -38,8 +38,8 @@ from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.engine.sharded_model import ShardedModel
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, RemotePath, place_of
 from adjoint.layers import StackConfig, State
-from adjoint.remote import Place, RemotePath, place_of
 from adjoint.stack import Stack
 from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.checkpoint import check_config
@@ -220,7 +220,7 @@ class ShardedTrainer(Trainer):
             self.weights: Place | None = weights
             if isinstance(self.folder.path, RemotePath) and folder is not None and weights == folder:
                 self.weights = self.folder.path / folder.name
-                self.weights.upload_folder(folder, "config.json")
+                self.weights.upload_folder(folder, "model.safetensors")
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
         if checkpoint is not None:

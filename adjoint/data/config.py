@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from adjoint.errors import UserError
-from adjoint.remote import refuse_remote
+from adjoint.files.remote import refuse_remote
 from adjoint.settings import (
     Must,
     NotNegative,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.errors import UserError, why_not_imported
-from adjoint.remote import Place, RemotePath, RemoteStat, is_remote
+from adjoint.files.remote import Place, RemotePath, RemoteStat, is_remote
 
 FASTA = (".fasta", ".fa", ".fna", ".ffn", ".frn", ".faa")
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".json", *FASTA)
@@ -270,23 +270,23 @@ def _remote_sources(text: str, key: str) -> list[Source]:
             raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
         return [_remote_source(path, path.name, path.stat())]
     if path.is_dir():
-        found = [(path / name, name, stat) for name, stat in path.files()]
-        named: tuple[str, ...] = ()
+        candidates = [(path / name, name, stat) for name, stat in path.files()]
+        endings: tuple[str, ...] = ()
     elif glob.has_magic(text):
         matches = path.matches()
         scheme = text.partition("://")[0] + "://"
         folders = [str(match.parent).removeprefix(scheme) for match, _ in matches]
         root = scheme + (os.path.commonpath(folders) if folders else "")
-        found = [(match, str(match)[len(root) + 1 :], stat) for match, stat in matches]
-        named = (_NAMED, *(_NAMED + end for end in _COMPRESSED))
+        candidates = [(match, str(match)[len(root) + 1 :], stat) for match, stat in matches]
+        endings = (_NAMED, *(_NAMED + end for end in _COMPRESSED))
     else:
         raise UserError(f"{key} {text}: no such file or folder")
     sources = [
         _remote_source(file, name, stat)
-        for file, name, stat in found
-        if not any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+        for file, name, stat in candidates
+        if not any(folder.startswith(".") or folder == "__pycache__" for folder in name.split("/"))
         and _suffix(file)
-        and (_suffix(file) != _NAMED or bool(named and text.lower().endswith(named)))
+        and (_suffix(file) != _NAMED or text.lower().endswith(endings))
     ]
     if not sources:
         raise UserError(f"{key} {text}: there is no supported file; {_SUPPORTED}")

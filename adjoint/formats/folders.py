@@ -6,11 +6,11 @@ from typing import Any
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, RemoteError, RemotePath
 from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
-from adjoint.remote import Place, RemoteError, RemotePath
 
 
 def from_pretrained(folder: Place, layout: str | None = None) -> tuple[StackConfig, Weights]:

@@ -22,6 +22,7 @@ from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, place_of
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights as StoredWeights
 from adjoint.formats.names import assign
@@ -38,7 +39,6 @@ from adjoint.layers.strands import (
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import group_of
-from adjoint.remote import Place, place_of
 from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
 from adjoint.stack.structure import WHOLE_SEQUENCE

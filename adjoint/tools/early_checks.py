@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adjoint.data.sources import find_sources
-from adjoint.remote import is_remote
+from adjoint.files.remote import is_remote
 from adjoint.tools.command_flags import FLAGS
 from adjoint.train.config import check_values, flags_of_keys, known_keys
 from adjoint.train.flags import is_like_a_flag, unknown_flag, unknown_key

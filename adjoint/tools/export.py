@@ -25,10 +25,10 @@ from adjoint.data.tokenizer import (
 )
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, folder_in_cache, unfinished_path
+from adjoint.files.remote import Place, RemotePath, is_remote
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
-from adjoint.remote import Place, RemotePath, is_remote
 from adjoint.train.checkpoint import merged_model, write_file
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, new_folder, reads

@@ -38,9 +38,9 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush
+from adjoint.files.remote import Place, place_of
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
-from adjoint.remote import Place, place_of
 from adjoint.train.carry_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
 from adjoint.train.optimizer import parts_of

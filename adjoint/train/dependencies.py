@@ -17,8 +17,8 @@ from typing import Any, Final
 from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import has_no_files, tokenizer_files
 from adjoint.errors import UserError
+from adjoint.files.remote import Place
 from adjoint.formats import file_format_of
-from adjoint.remote import Place
 
 Section = Mapping[str, Any]  # of a configuration, as plain values by key
 ConfigDict = Mapping[str, Section]  # a configuration by section

@@ -11,7 +11,7 @@ from typing import Any, Never, TypeVar
 
 from adjoint.errors import UserError
 from adjoint.files import is_utf8
-from adjoint.remote import is_remote
+from adjoint.files.remote import is_remote
 from adjoint.settings import read_value
 from adjoint.train.other_trainers import FOREIGN_KEYS
 

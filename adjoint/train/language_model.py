@@ -19,10 +19,10 @@ from adjoint.engine.runner import chunk_losses, last_hidden
 from adjoint.engine.stage import check_windows
 from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
+from adjoint.files.remote import Place
 from adjoint.formats import file_format_of
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Exact, Method, check_bidirectional_method
-from adjoint.remote import Place
 from adjoint.stack import Stack, StackCall, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model

@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
 
 from adjoint.errors import UserError
-from adjoint.remote import Place, RemotePath, is_remote, refuse_remote
+from adjoint.files.remote import Place, RemotePath, is_remote, refuse_remote
 
 RUNS = Path("runs")
 

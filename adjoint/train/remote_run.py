@@ -20,7 +20,7 @@ from pathlib import Path
 from adjoint.checkpoint import MANIFEST, FileEntry, TrainerState, list_checkpoints, remove_checkpoint, step_of
 from adjoint.errors import UserError
 from adjoint.files import LOCK, cache_folder, lock_folder
-from adjoint.remote import RemoteError, RemotePath
+from adjoint.files.remote import RemoteError, RemotePath
 from adjoint.train.checkpoint import save_checkpoint
 
 UPLOAD_EVERY_SECONDS = 60.0
@@ -45,14 +45,14 @@ class RemoteRun:
 
     def __init__(self, place: RemotePath) -> None:
         self.place = place
-        held = cache_folder() / "runs" / hashlib.blake2b(place.url.encode(), digest_size=8).hexdigest()
-        held.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_folder(held, str(place))
+        base = cache_folder() / "runs" / hashlib.blake2b(place.url.encode(), digest_size=8).hexdigest()
+        base.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(base, str(place))
         try:
-            for left in held.iterdir():  # of a process that was killed
-                if left.is_dir():
-                    shutil.rmtree(left)
-            self.folder = held / place.name
+            for leftover in base.iterdir():  # of a process that was killed
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+            self.folder = base / place.name
             self.folder.mkdir()
             self._owner = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
             (place / LOCK).write_text(self._owner)
@@ -141,7 +141,7 @@ class RemoteRun:
         with contextlib.suppress(UserError, OSError):
             self.check()
             (self.place / LOCK).unlink()
-        left = self.folder / "checkpoints"
-        if not (keep_files and left.is_dir() and any(left.iterdir())):
+        checkpoints = self.folder / "checkpoints"
+        if not (keep_files and checkpoints.is_dir() and any(checkpoints.iterdir())):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)

@@ -14,7 +14,7 @@ from typing import IO
 from adjoint.checkpoint import checkpoint_at, newest_checkpoint, warn_of_lost_files
 from adjoint.errors import UserError
 from adjoint.files import LOCK, disk_errors, is_utf8, lock_folder, remove_unfinished, write_atomically
-from adjoint.remote import Place, RemoteError, RemotePath, place_of
+from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
 from adjoint.train.config import RunConfig
 from adjoint.train.metrics import MetricsRow
 from adjoint.train.places import RUNS, run_at

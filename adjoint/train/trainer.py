@@ -32,10 +32,10 @@ from adjoint.data.tokenizer import Tokenizer, describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.files.remote import Place
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
 from adjoint.parallel.split_tensors import local
-from adjoint.remote import Place
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
 from adjoint.train.carry_state import STEM, Carried

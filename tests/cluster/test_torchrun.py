@@ -88,7 +88,7 @@ def test_processes_train_as_one(
 def test_processes_train_at_an_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Process 0 uploads, all read the checkpoint from there; the run ends with the bits of one in a folder."""
+    """Process 0 uploads, all read the checkpoint from there; the bits are those of a run in a folder."""
     pytest.importorskip("fsspec")
     monkeypatch.setenv("ADJOINT_CACHE", str(tmp_path / "cache-of-runs"))
     for address in (tmp_path / "run", f"file://{tmp_path}/bucket/run"):

@@ -14,7 +14,7 @@ import torch
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, list_checkpoints, newest_checkpoint
 from adjoint.data.sources import find_sources, read_documents
-from adjoint.remote import RemotePath
+from adjoint.files.remote import RemotePath
 from tests.training_helpers import metrics, run, same_training, train_tiny, write_text
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (make test-external)")
@@ -47,14 +47,14 @@ def bucket(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         "ADJOINT_CACHE": str(tmp_path / "cache-of-runs"),
     }.items():
         monkeypatch.setenv(name, value)
-    made = boto3.resource("s3").Bucket("bucket")
-    made.create()
-    yield made
-    made.objects.all().delete()
-    made.delete()
+    resource = boto3.resource("s3").Bucket("bucket")
+    resource.create()
+    yield resource
+    resource.objects.all().delete()
+    resource.delete()
 
 
-def told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the one line with which a command ends."""
     capsys.readouterr()
     assert run(argv) == 2
@@ -92,9 +92,9 @@ def test_a_run_on_a_text_of_the_bucket_ends_and_resumes_as_one_on_the_disk(tmp_p
     newest = newest_checkpoint(place / "checkpoints")
     assert newest is not None
     for stem in ("model", "optimizer"):
-        mine, theirs = StoredTensors(newest, stem), StoredTensors(copy / "checkpoints" / newest.name, stem)
-        for name in theirs.files_by_name:
-            assert torch.equal(mine[name], theirs[name]), name
+        remote, copied = StoredTensors(newest, stem), StoredTensors(copy / "checkpoints" / newest.name, stem)
+        for name in copied.files_by_name:
+            assert torch.equal(remote[name], copied[name]), name
 
 
 def test_commands_read_and_write_the_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_commands_read_and_write_the_bucket(tmp_path: Path, capsys: pytest.Captu
     assert run(["export", str(place), "--to", f"{tmp_path}/model"]) == 0
     for file in (tmp_path / "model").iterdir():
         assert (BUCKET / "model" / file.name).read_bytes() == file.read_bytes()
-    assert "is not empty" in told(["export", str(place), "--to", "s3://bucket/model"], capsys)
+    assert "is not empty" in error_of(["export", str(place), "--to", "s3://bucket/model"], capsys)
     assert train_tiny(tmp_path, run__resume=place / "checkpoints/step-00000006", run__dir=place) == 0
     assert (place / "checkpoints/step-00000008.set-aside" / MANIFEST).is_file()
 
@@ -128,9 +128,9 @@ def test_what_the_store_refuses_is_one_line(
 ) -> None:
     write_text(tmp_path / "text.txt")
     argv = ["train", "--data.path", str(tmp_path / "text.txt"), "--run.dir"]
-    assert "s3://missing/run/.lock: cannot write it" in told([*argv, "s3://missing/run"], capsys)
-    assert "no such file" in told(["train", "--data.path", "s3://missing/text.txt"], capsys)
-    assert "no such run or checkpoint" in told(["eval", "s3://bucket/none"], capsys)
+    assert "s3://missing/run/.lock: cannot write it" in error_of([*argv, "s3://missing/run"], capsys)
+    assert "no such file" in error_of(["train", "--data.path", "s3://missing/text.txt"], capsys)
+    assert "no such run or checkpoint" in error_of(["eval", "s3://bucket/none"], capsys)
 
     import s3fs
     from botocore.exceptions import NoCredentialsError
@@ -144,5 +144,5 @@ def test_what_the_store_refuses_is_one_line(
     for double, words in ((refuse, "(Forbidden)"), (ask, "(Unable to locate credentials)")):
         monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", double)
         for command in ([*argv, "s3://bucket/run"], ["train", "--data.path", "s3://bucket/text.txt"]):
-            error = told(command, capsys)
+            error = error_of(command, capsys)
             assert words in error and "check the address, the credentials and their permissions" in error

@@ -27,7 +27,7 @@ from adjoint.checkpoint import (
 from adjoint.cluster.shared_files import digest, shared_files
 from adjoint.data.sources import find_sources, read_documents
 from adjoint.errors import UserError
-from adjoint.remote import RemoteError, RemotePath, is_remote, place_of
+from adjoint.files.remote import RemoteError, RemotePath, is_remote, place_of
 from adjoint.stack import Stack
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import RunConfig
@@ -107,16 +107,16 @@ def test_a_path_at_an_address_is_like_one_on_the_disk(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{name}\n" * 3)
         (BUCKET / name).write_text(f"{name}\n" * 3)
     for path in (".", "a", "a/one.txt", "a/b", "no", "no/such"):
-        here, there = tmp_path / path, BUCKET if path == "." else BUCKET / path
-        assert (there.exists(), there.is_dir(), there.is_file()) == (
-            here.exists(),
-            here.is_dir(),
-            here.is_file(),
+        local_path, remote_path = tmp_path / path, BUCKET if path == "." else BUCKET / path
+        assert (remote_path.exists(), remote_path.is_dir(), remote_path.is_file()) == (
+            local_path.exists(),
+            local_path.is_dir(),
+            local_path.is_file(),
         )
-        assert there.name == ("bucket" if path == "." else here.name)
-        listed = sorted(each.name for each in here.iterdir()) if here.is_dir() else []
-        if not here.is_file():
-            assert [each.name for each in there.iterdir()] == listed
+        assert remote_path.name == ("bucket" if path == "." else local_path.name)
+        listed = sorted(each.name for each in local_path.iterdir()) if local_path.is_dir() else []
+        if not local_path.is_file():
+            assert [each.name for each in remote_path.iterdir()] == listed
     file = BUCKET / "a/one.txt"
     assert file.read_text() == (tmp_path / "a/one.txt").read_text()
     assert file.stat().st_size == (tmp_path / "a/one.txt").stat().st_size
@@ -141,28 +141,28 @@ def test_addresses_are_told_from_paths() -> None:
 def test_addresses_that_cannot_be_reached_are_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(**flags: Any) -> str:
+    def error_of(**flags: Any) -> str:
         capsys.readouterr()
         assert train_tiny(tmp_path, **flags) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
         return error
 
-    assert "bucketless:// is no kind of address" in told(run__dir="bucketless://x/run")
-    assert "bucketless:// is no kind of address" in told(data__path="bucketless://x/text.txt")
-    assert "names no bucket" in told(run__dir="s3://")
+    assert "bucketless:// is no kind of address" in error_of(run__dir="bucketless://x/run")
+    assert "bucketless:// is no kind of address" in error_of(data__path="bucketless://x/text.txt")
+    assert "names no bucket" in error_of(run__dir="s3://")
     for module, address in (("s3fs", "s3://b/run"), ("gcsfs", "gs://b/run")):
         monkeypatch.setitem(sys.modules, module, None)
-        assert f"needs {module}: pip install -e '.[remote]'" in told(run__dir=address)
-        assert f"needs {module}: pip install -e '.[remote]'" in told(data__path=address)
-    assert "data.path memory://bucket/none.txt: no such file or folder" in told(
+        assert f"needs {module}: pip install -e '.[remote]'" in error_of(run__dir=address)
+        assert f"needs {module}: pip install -e '.[remote]'" in error_of(data__path=address)
+    assert "data.path memory://bucket/none.txt: no such file or folder" in error_of(
         data__path="memory://bucket/none.txt"
     )
     assert "no such run or checkpoint" in refused(["eval", "memory://bucket/none"], capsys)
     assert "no such run or checkpoint" in refused(["export", "memory://bucket/none", "--to", "x"], capsys)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    assert "needs fsspec: pip install -e '.[remote]'" in told(run__dir="memory://bucket/run")
+    assert "needs fsspec: pip install -e '.[remote]'" in error_of(run__dir="memory://bucket/run")
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -341,7 +341,7 @@ def test_a_failed_upload_ends_the_run_and_its_checkpoint_stays_on_this_machine(
 def test_two_processes_do_not_write_to_one_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On one machine the later is refused; of two machines the earlier stops when it notices."""
+    """The later of one machine is refused; of two machines the earlier stops when it notices."""
     folder, _ = open_run(RunConfig(dir=str(RUN)))
     with folder, pytest.raises(UserError, match="another process is writing to it"):
         open_run(RunConfig(dir=str(RUN), resume="auto"))
@@ -484,6 +484,33 @@ def test_shards_write_their_own_files_to_the_address(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache-of-runs").glob("transfer-*")]
 
 
+def test_shards_read_a_pretrained_models_weights_from_the_address(tmp_path: Path) -> None:
+    """Weights that the first process has put together: other machines do not see its folders."""
+    transformers = pytest.importorskip("transformers")
+    from tests.cluster.threads import train_in_threads
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model/pytorch_model.bin")
+    write_text(tmp_path / "text.txt")
+    flags: dict[str, Any] = {
+        "model__from_pretrained": tmp_path / "model",
+        "cluster__shards": 2,
+        "cluster__cpus": 1,
+        "training__steps": 3,
+    }
+    argv = [tiny(tmp_path, **flags, run__dir=place) for place in (tmp_path / "run", RUN)]
+    for words in argv:
+        for key in ("--model.d_model", "--model.n_layer"):
+            del words[words.index(key) : words.index(key) + 2]
+        train_in_threads(words)
+    assert (RUN / "pretrained/model.safetensors").is_file()
+    same_bits(RUN, tmp_path / "run", 3)
+
+
 # ----------------------------------------------------------------------------------------- texts and commands
 
 
@@ -508,12 +535,14 @@ def test_texts_at_an_address_are_those_of_the_folder(tmp_path: Path) -> None:
     for pattern in ("", "/a.txt", "/records.json", "/*.txt", "/**/*.jsonl", "/*.json", "/t.parquet"):
         if pattern == "/t.parquet" and not has_pyarrow:
             continue
-        here, there = find_sources(f"{texts}{pattern}"), find_sources(f"{BUCKET}{pattern}")
-        assert [(each.name, each.size) for each in there.files] == [
-            (each.name, each.size) for each in here.files
+        in_folder, in_bucket = find_sources(f"{texts}{pattern}"), find_sources(f"{BUCKET}{pattern}")
+        assert [(each.name, each.size) for each in in_bucket.files] == [
+            (each.name, each.size) for each in in_folder.files
         ], pattern
-        for mine, theirs in zip(here.files, there.files, strict=True):
-            assert list(read_documents(theirs, None)) == list(read_documents(mine, None)), mine.name
+        for local_file, remote_file in zip(in_folder.files, in_bucket.files, strict=True):
+            assert list(read_documents(remote_file, None)) == list(read_documents(local_file, None)), (
+                local_file.name
+            )
     for path, match in (
         ("/picture.png", "unsupported kind"),
         ("/none", "no such file"),

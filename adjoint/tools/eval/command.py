@@ -19,10 +19,10 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
+from adjoint.files.remote import RemotePath, is_remote
 from adjoint.formats import file_kinds
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
-from adjoint.remote import RemotePath, is_remote
 from adjoint.settings import Positive, SeqLen
 from adjoint.tools.eval import needles, positions
 from adjoint.tools.eval.needles import NeedleRow

@@ -12,12 +12,16 @@ import fnmatch
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from adjoint.errors import UserError, install_command
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+    from fsspec.spec import AbstractBufferedFile
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # those of the extra `remote`
@@ -104,8 +108,8 @@ class RemotePath:
                 names = system.ls(key, detail=False)
             except FileNotFoundError:
                 return []
-        own = key.strip("/")
-        return sorted(self / n.rstrip("/").rpartition("/")[2] for n in names if n.strip("/") != own)
+        prefix = key.strip("/")  # some stores list the folder itself
+        return sorted(self / n.rstrip("/").rpartition("/")[2] for n in names if n.strip("/") != prefix)
 
     def glob(self, pattern: str) -> list[RemotePath]:
         """Return what is directly in the folder and has a name like the pattern, sorted."""
@@ -131,7 +135,7 @@ class RemotePath:
             if info["type"] == "file"
         )
 
-    def open(self, mode: str = "rb") -> Any:
+    def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file for reading its bytes; it is fetched in blocks, as far as it is read."""
         if mode != "rb":
             raise ValueError(f"{self.url}: is opened for reading alone, not with {mode!r}")
@@ -202,7 +206,7 @@ class RemotePath:
 
     # ---------------------------------------------------------------------------------------------- the store
 
-    def _system(self) -> tuple[Any, str]:
+    def _system(self) -> tuple[AbstractFileSystem, str]:
         """Return fsspec's file system of the address, with no listing remembered, and the path in it."""
         matched = _ADDRESS.fullmatch(self.url)
         if matched is None or not matched[2].strip("/"):
@@ -225,7 +229,7 @@ class RemotePath:
         system.invalidate_cache()  # others write there too
         return system, key
 
-    def _info(self) -> dict[str, Any] | None:
+    def _info(self) -> Mapping[str, object] | None:
         """Return the properties of what is at the address, None if nothing is."""
         system, key = self._system()
         with self._refusals():
@@ -267,7 +271,7 @@ Place: TypeAlias = Path | RemotePath
 class _Stream(io.RawIOBase):
     """A file of fsspec whose errors name its address."""
 
-    def __init__(self, path: RemotePath, stream: Any) -> None:
+    def __init__(self, path: RemotePath, stream: AbstractBufferedFile) -> None:
         self._path, self._stream = path, stream
 
     def readable(self) -> bool:
@@ -276,7 +280,7 @@ class _Stream(io.RawIOBase):
     def seekable(self) -> bool:
         return bool(self._stream.seekable())
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # called by BufferedReader alone
         with self._path._refusals():
             data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
@@ -316,6 +320,6 @@ def refuse_remote(key: str, value: object, subject: str) -> None:
         raise UserError(f"{key} {value}: {subject} are on this machine, not at an address; name a path here")
 
 
-def _stat_of(info: dict[str, Any]) -> RemoteStat:
+def _stat_of(info: Mapping[str, object]) -> RemoteStat:
     version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key) is not None), "")
-    return RemoteStat(int(info["size"] or 0), version)
+    return RemoteStat(int(str(info["size"] or 0)), version)
