@@ -104,7 +104,7 @@ def _check_path(command: str, flag: str, value: str) -> None:
     elif flag == "--model.from_pretrained" and command in ("train", "plan"):
         _check_model(value, "model.from_pretrained")
     elif flag == "" and command == "compare":
-        _check_model(str(Path(value)), "adjoint compare")
+        _check_model(value if is_remote(value) else str(Path(value)), "adjoint compare")
     elif is_run or (flag == "--model" and command == "sweep"):
         could_be_on_hub = command != "export" and value.count("/") == 1 and Path(value).parent != RUNS
         if not could_be_on_hub:

@@ -209,7 +209,7 @@ def test_kuberay_pods_have_one_slice_each_and_say_so_to_ray(path: Path) -> None:
 
 
 def test_a_ray_job_trains_in_a_bucket_and_goes_on_after_a_failure() -> None:
-    """The file has fields of KubeRay's RayJob v1, and a command of `adjoint train` with a shard for each GPU."""
+    """The file has fields of KubeRay's RayJob v1, and a command of `adjoint train` with a shard per GPU."""
     job = loaded(RAY_JOB)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert job.keys() == {"apiVersion", "kind", "metadata", "spec"} and len(job["metadata"]["name"]) <= 47

@@ -177,6 +177,7 @@ def test_what_has_to_be_on_this_machine_is_refused_by_name(
     tmp_path: Path, local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = "memory://bucket/x"
+    assert f"adjoint compare {address}: models are on this machine" in refused(["compare", address], capsys)
     for flag in ("data.tokenizer", "data.cache_dir", "model.from_pretrained"):
         error = refused(["train", f"--{flag}", address, "--run.dir", str(tmp_path / "run")], capsys)
         assert f"{flag} {address}" in error or f"{flag}: {address}" in error
