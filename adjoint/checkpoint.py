@@ -14,6 +14,9 @@ A checkpoint is complete or absent: the manifest is written last (`adjoint.train
 such as s3://bucket/run, a folder without it is no checkpoint. State is stored by parameter name, never by
 position, so it can be read back by another grouping of the same parameters. Nothing is unpickled: `rng.pt` is
 read with ``weights_only=True``.
+
+A folder that `torch.distributed.checkpoint` wrote is read as a checkpoint too, wherever the user names one.
+That of another training loop has no trainer.json, and is of step 0.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ import torch
 
 from adjoint.errors import UserError
 from adjoint.files import is_utf8
+from adjoint.files.distributed_checkpoint import DistributedTensors, NamedTensor, is_distributed_checkpoint
 from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
-RNG = "rng.pt"
+RNG, TRAINER = "rng.pt", "trainer.json"
+_NOISE = "dropout and other noise are drawn again from training.seed"
 REMOVING = ".removing-"  # a folder that a kill may leave; the next save deletes it
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -151,6 +156,11 @@ def checkpoint_at(path: Place, called: str) -> Place:
             raise UserError(
                 f"{called}: not a run and not a good checkpoint ({error}); name a run's folder"
             ) from None
+        if not (path / TRAINER).is_file():
+            raise UserError(
+                f"{called}: {path} has no {TRAINER}, which says what model it is of; begin a run with it, "
+                "--run.resume, and name that"
+            )
         return path.absolute()
     try:
         newest = newest_checkpoint(path / "checkpoints")
@@ -169,6 +179,9 @@ def verify_checkpoint(path: str | Place) -> None:
         UserError: there is no checkpoint of that name.
     """
     path = place_of(path)
+    if path.is_dir() and is_distributed_checkpoint(path):  # whose tensors have no checksums
+        DistributedTensors(path).verify()
+        return
     for file, entry in _read_manifest(path).items():
         _verify_file(path, file, entry)
 
@@ -184,6 +197,11 @@ def verify_trained_state(path: str | Place) -> list[str]:
         UserError: there is no checkpoint of that name.
     """
     path, lost = place_of(path), list[str]()
+    if path.is_dir() and is_distributed_checkpoint(path):
+        DistributedTensors(path).verify()
+        if not (path / TRAINER).is_file():
+            return [f"{path}: has no {TRAINER}; its weights and optimizer state go on, all else begins again"]
+        return [] if (path / RNG).exists() else [f"{path}: {RNG} is missing; {_NOISE}"]
     try:
         entries = _read_manifest(path)
     except MissingManifest:
@@ -194,7 +212,7 @@ def verify_trained_state(path: str | Place) -> list[str]:
             if file != RNG or (path / RNG).exists():
                 _verify_file(path, file, entry)
     if not (path / RNG).exists():
-        lost.append(f"{path}: {RNG} is missing; dropout and other noise are drawn again from training.seed")
+        lost.append(f"{path}: {RNG} is missing; {_NOISE}")
     return lost
 
 
@@ -298,8 +316,15 @@ def read_rng(path: Place) -> dict[str, object]:
 
 def read_trainer(path: Place) -> TrainerState:
     """Return a checkpoint's step, data cursor, configuration, …"""
-    state: TrainerState = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    if is_foreign(path):
+        return {"step": 0, "tokens": 0, "unigram_entropy": None}
+    state: TrainerState = json.loads((path / TRAINER).read_text(encoding="utf-8"))
     return state
+
+
+def is_foreign(path: Place) -> bool:
+    """Whether a checkpoint is one of another training loop, by `torch.distributed.checkpoint`."""
+    return not (path / TRAINER).is_file() and is_distributed_checkpoint(path)
 
 
 def set_aside_after(directory: str | Place, step: int) -> list[Place]:
@@ -345,6 +370,11 @@ class StoredTensors:
 
         self.path, self.files_by_name = path, dict[str, Any]()
         files = sorted(list[Place](path.glob(f"{stem}*.safetensors")), key=str)
+        if not files and is_distributed_checkpoint(path):
+            tensors = DistributedTensors(path)
+            keys = tensors.by_stem[stem]
+            self.files_by_name = {name: NamedTensor(tensors, key) for name, key in keys.items()}
+            return
         index = path / f"{stem}.safetensors.index.json"
         if path / f"{stem}.safetensors" not in files and index.is_file():  # a folder of transformers
             try:

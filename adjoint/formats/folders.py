@@ -6,6 +6,7 @@ from typing import Any
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
+from adjoint.files.distributed_checkpoint import is_distributed_checkpoint
 from adjoint.files.remote import Place, RemoteError, RemotePath
 from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
@@ -29,7 +30,8 @@ def from_pretrained(folder: Place, layout: str | None = None) -> tuple[StackConf
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; download a model with huggingface_hub.snapshot_download")
-    if (folder / "checkpoints").is_dir() or (folder / MANIFEST).is_file():
+    is_checkpoint = (folder / MANIFEST).is_file() or is_distributed_checkpoint(folder)
+    if (folder / "checkpoints").is_dir() or is_checkpoint:
         _check_layout(folder, "a run", None, layout)
         return from_checkpoint(checkpoint_at(folder, str(folder)))
     if isinstance(folder, RemotePath):

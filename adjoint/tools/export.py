@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from adjoint.checkpoint import read_trainer
+from adjoint.checkpoint import RNG, TRAINER, StoredTensors, read_trainer
 from adjoint.data.tokenizer import (
     CharTokenizer,
     byte_tokenizer_files,
@@ -25,6 +25,13 @@ from adjoint.data.tokenizer import (
 )
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush, folder_in_cache, unfinished_path
+from adjoint.files.distributed_checkpoint import (
+    CARRIED,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    write_distributed_checkpoint,
+)
 from adjoint.files.remote import Place, RemotePath, is_remote
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
@@ -40,13 +47,14 @@ from adjoint.train.stored_dtypes import cast_as_stored
 from adjoint.train.unloaded import copy_unloaded
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+DCP = "dcp"
 
 
 def _parser() -> Flags:
     files = "".join(f"|FILE{row.SUFFIX}" for row in FILE_FORMATS)
     parser = Flags(
         prog="adjoint export",
-        usage=f"%(prog)s RUN --to DIR{files} [--format mamba-ssm] [--dtype bfloat16]",
+        usage=f"%(prog)s RUN --to DIR{files} [--format mamba-ssm|{DCP}] [--dtype bfloat16]",
         description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
         "transformers, MambaLMHeadModel.from_pretrained of mamba-ssm, or for layers that read in both "
         "directions CaduceusForMaskedLM.from_pretrained can load, with the run's tokenizer. A run that began "
@@ -54,8 +62,9 @@ def _parser() -> Flags:
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
     parser.add("--to", "folder or address to write, new or empty; or a new file", _destination, required=True)
-    layout = f"layout of the folder: {' or '.join(FORMATS)}"
-    parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
+    layout = f"layout of the folder: {', '.join(FORMATS)}; or {DCP}, weights and optimizer state for "
+    layout += "torch.distributed.checkpoint.load, whatever its number of ranks"
+    parser.add("--format", layout, reads(Literal[(*FORMATS, DCP)]), default="transformers")
     dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
     dtype += " of the run"
     parser.add("--dtype", dtype, reads(Dtype))
@@ -85,7 +94,8 @@ def _destination(text: str) -> Place:
 
 
 def _export_to_address(checkpoint: Place, place: RemotePath, layout: str, dtype: str | None) -> str:
-    """Export to a folder of the cache and upload that, config.json last; return what was written, in words.
+    """Export to a folder of the cache and upload that; return what was written, in words. The file that
+    describes the others is uploaded last.
 
     Raises:
         UserError: something is at the address, or its store refuses.
@@ -98,7 +108,7 @@ def _export_to_address(checkpoint: Place, place: RemotePath, layout: str, dtype:
         if local.is_file():
             place.upload(local)
         else:
-            place.upload_folder(local, "config.json")
+            place.upload_folder(local, METADATA if layout == DCP else "config.json")
     return summary
 
 
@@ -114,6 +124,8 @@ def export(checkpoint: Place, folder: Path, layout: str, dtype: str | None = Non
         UserError: the layout has no such model, or something is in the folder's place.
         OSError: the disk refused; nothing is left.
     """
+    if layout == DCP:
+        return _export_dcp(checkpoint, folder, dtype)
     check_tokenizer(checkpoint)
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
@@ -137,6 +149,50 @@ def export(checkpoint: Place, folder: Path, layout: str, dtype: str | None = Non
         others = [other for other, its in FORMATS.items() if its.why_not(config) is None]
         remedy = f"give --format {others[0]}" if others else "adjoint.Stack.from_pretrained reads the run"
         raise UserError(f"--format {layout}: {reason}; {remedy}")
+    return _written(folder, lambda work: _write_all(work, checkpoint, layout, dtype))
+
+
+def _export_dcp(checkpoint: Place, folder: Path, dtype: str | None) -> str:
+    """Write a checkpoint's weights and optimizer state, as they are, to a folder of DCP; return what was
+    written, in words."""
+    if file_format_to_write(folder) is not None:
+        raise UserError(f"--to {folder}: --format {DCP} writes a folder; name one")
+    if dtype is not None:
+        raise UserError(f"--dtype {dtype}: --format {DCP} keeps the run's, to go on from it; leave it out")
+    stored = {stem: StoredTensors(checkpoint, stem) for stem in ("model", "optimizer", "state")}
+    entries = [name.rpartition("|") for name in stored["optimizer"].files_by_name]
+    if any("." in key for _, _, key in entries):
+        raise UserError(
+            f"--format {DCP}: the run has moments in 8 bits (training.optimizer), for which it has no form; "
+            "export to another format, without them"
+        )
+
+    def write(work: Path) -> str:
+        tensors = {
+            MODEL: {name: stored["model"][name] for name in stored["model"].files_by_name},
+            OPTIMIZER: {f"{name}.{key}": stored["optimizer"][f"{name}|{key}"] for name, _, key in entries},
+            CARRIED: {name: stored["state"][name] for name in stored["state"].files_by_name},
+        }
+        write_distributed_checkpoint(work, tensors)
+        for name in (TRAINER, RNG):
+            if (checkpoint / name).is_file():
+                (work / name).write_bytes((checkpoint / name).read_bytes())
+        size = sum(tensor.numel() for tensor in tensors[MODEL].values())
+        return f"{size:,} parameters and the optimizer's state for torch.distributed.checkpoint"
+
+    return _written(folder, write)
+
+
+def _written(folder: Path, write: Callable[[Path], str]) -> str:
+    """Write a folder in one piece; return what was written, in words.
+
+    Args:
+        write: writes the files to the folder that it is given, and returns what it wrote.
+
+    Raises:
+        UserError: the folder is not empty.
+        OSError: the disk refused; nothing is left.
+    """
     folder = folder.resolve()  # a link to an empty folder leads to where things are written
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--to {folder}: is not empty; name a new folder, or remove that one first")
@@ -144,7 +200,7 @@ def export(checkpoint: Place, folder: Path, layout: str, dtype: str | None = Non
     work.mkdir(parents=True)
     try:
         with disk_errors(folder):
-            summary = _write_all(work, checkpoint, layout, dtype)
+            summary = write(work)
             for written in (*work.iterdir(), work):
                 flush(written)
             os.replace(work, folder)  # of an empty folder too, and of nothing else

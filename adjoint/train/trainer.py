@@ -434,6 +434,8 @@ class Trainer:
             UserError: the text has changed, and no setting says so.
         """
         self.begins_again = False
+        if "data" not in trainer:  # of another training loop
+            return ""
         try:
             self.data.train.load_state_dict(trainer["data"])
         except OtherPlace as error:
