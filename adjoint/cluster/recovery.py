@@ -10,7 +10,6 @@ import re
 import sys
 from dataclasses import dataclass, field
 
-from adjoint.files.remote import RemoteError
 from adjoint.memory import out_of_memory
 
 # The more a cause explains, the earlier it stands. "environment" and "error" would come again with the next
@@ -91,7 +90,7 @@ def cause_of(error: BaseException, rank: int) -> Cause:
         return Cause("out of memory", rank, text)
     if isinstance(inner, OSError) and inner.filename is not None:
         return Cause("environment", rank, f"{inner.filename}: {inner.strerror}")
-    if isinstance(inner, exceptions.RuntimeEnvSetupError | ImportError | RemoteError):
+    if isinstance(inner, exceptions.RuntimeEnvSetupError | ImportError):
         return Cause("environment", rank, text)
     if is_collateral(inner):
         return Cause("connection", rank, text)

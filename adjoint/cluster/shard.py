@@ -408,7 +408,7 @@ class PipelineWorker:
         either may be at an address.
 
         Raises:
-            UserError: a tensor is missing.
+            UserError: a tensor is missing, or has another shape.
             FileNotFoundError: no tensor is there: this node does not see the folder.
         """
         place = place_of(path)
@@ -418,7 +418,11 @@ class PipelineWorker:
         named = self.named_weights()
         copied = {} if self.table is None else {self.model.embedding: self.table}
         for name, parameter in (named | copied).items():
-            parameter.copy_(split_like(weights[name], parameter))
+            try:
+                parameter.copy_(split_like(weights[name], parameter))
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())
+                raise UserError(f"{path}: {name} does not fit this model ({reason})") from None
         load_optimizer(self.optimizer, {name: state.read_entries(name) for name in named}, named)
         self.carried.load(StoredTensors(place, STEM), self.device)
 

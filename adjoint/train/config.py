@@ -206,7 +206,8 @@ class RunConfig:
     resume: Text = option(
         "never",
         '"never" starts from scratch; "auto" continues from the newest good checkpoint of the run, if '
-        "there is one; or the path of a checkpoint. `--resume` is short for `--run.resume`.",
+        "there is one; or the path of a checkpoint, or of a folder that torch.distributed.checkpoint wrote. "
+        "`--resume` is short for `--run.resume`.",
     )
 
     def __post_init__(self) -> None:

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from adjoint.checkpoint import StoredTensors, verify_trained_state
+from adjoint.errors import UserError
 from adjoint.files.distributed_checkpoint import METADATA, DistributedTensors
 from adjoint.files.remote import RemotePath
 from adjoint.train.checkpoint import load_checkpoint
+from tests.cluster.threads import train_in_threads
 from tests.model_helpers import assert_same
 from tests.ranks import on_ranks
 from tests.training_helpers import metrics, run, tiny, train_tiny, weights
@@ -82,9 +84,9 @@ def train_by_fsdp(base: Path, folder: Path) -> None:
     for layout, content in contents.items():
         dcp.save(content, checkpoint_id=folder / layout)
     moments = {name: complete(entries) for name, entries in state["state"].items()}
-    whole = {"model": complete(weights), "optimizer": moments}
+    gathered = {"model": complete(weights), "optimizer": moments}
     if dist.get_rank() == 0:
-        torch.save(whole, folder / "whole.pt")
+        torch.save(gathered, folder / "whole.pt")
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +108,11 @@ def test_a_training_loops_folder_fills_a_model_and_its_optimizer(
     assert "has no trainer.json" in lost
     trainer, rng = load_checkpoint(foreign / layout, model, optimizer)
     assert trainer["step"] == 0 and not rng
-    whole = torch.load(foreign / "whole.pt", weights_only=True)
+    expected = torch.load(foreign / "whole.pt", weights_only=True)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, whole["model"][name]), name
+        assert torch.equal(tensor, expected["model"][name]), name
     for name, parameter in model.named_parameters():
-        entries = whole["optimizer"][name] if "weights" not in layout else {}
+        entries = expected["optimizer"][name] if "weights" not in layout else {}
         assert optimizer.state[parameter].keys() == entries.keys()
         for key, tensor in entries.items():
             assert torch.equal(optimizer.state[parameter][key], tensor), (name, key)
@@ -120,13 +122,11 @@ def test_a_training_loops_folder_fills_a_model_and_its_optimizer(
 def test_runs_go_on_from_a_training_loops_folder_whatever_their_layout(
     layout: str, foreign: Path, base: Path, tmp_path: Path
 ) -> None:
-    """One process and layer shards, each of which reads its own tensors alone, train alike."""
-    from tests.cluster.threads import train_in_threads
-
+    """Layer shards, each of which reads its own tensors alone, train as one process does."""
     flags = of_base(base) | {"run__resume": foreign / layout, "training__steps": 3}
     assert train_tiny(tmp_path, **flags) == 0
-    argv = tiny(tmp_path, **flags, run__dir=tmp_path / "shards", cluster__shards=2, cluster__cpus=1)
-    train_in_threads(argv)
+    shards = {"run__dir": tmp_path / "shards", "cluster__shards": 2, "cluster__cpus": 1}
+    train_in_threads(tiny(tmp_path, **flags, **shards))
     for row, other in zip(metrics(tmp_path / "shards"), metrics(tmp_path / "run"), strict=True):
         assert (row["loss"], row["grad_norm"]) == pytest.approx(
             (other["loss"], other["grad_norm"]), rel=1e-10
@@ -164,9 +164,9 @@ def load_by_fsdp(base: Path, folder: Path, checkpoint: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     assert optimizer.param_groups[0]["lr"] == 0.01  # the loop's own
     stored = {stem: StoredTensors(checkpoint, stem) for stem in ("model", "optimizer")}
-    whole = complete(get_model_state_dict(model))
+    gathered = complete(get_model_state_dict(model))
     for name in stored["model"].files_by_name:
-        assert torch.equal(whole[name], stored["model"][name].double()), name
+        assert torch.equal(gathered[name], stored["model"][name].double()), name
     states = get_optimizer_state_dict(model, optimizer)["state"]
     assert len(stored["optimizer"].files_by_name) == sum(map(len, states.values())) > 0
     for name, entries in states.items():
@@ -214,6 +214,13 @@ def test_damaged_and_other_folders_are_refused_in_one_line(
     assert "has no trainer.json, which says what model it is of" in error_of(["eval", str(folder)])
     other = tiny(tmp_path, run__resume=folder)
     assert "its weights do not fit this model" in error_of(other)
+    wider = shutil.copytree(base, tmp_path / "wider")
+    config = transformers.LlamaConfig.from_pretrained(base)
+    config.intermediate_size = 26
+    transformers.LlamaForCausalLM(config).save_pretrained(wider)
+    shards = of_base(wider) | {"cluster__shards": 2, "cluster__cpus": 1, "run__dir": tmp_path / "wide"}
+    with pytest.raises(UserError, match=r"_proj\.weight does not fit this model"):
+        train_in_threads(tiny(tmp_path, **shards, run__resume=folder))
     file = folder / "__1_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
