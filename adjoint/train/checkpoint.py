@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 _MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
 _SIZES_OF_FOLDER = ("model.vocab_size", "model.d_model", "model.n_layer")
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _WRITING = ".writing-"  # a folder that a kill may leave, as `REMOVING`; the next save deletes them
 
 
@@ -326,6 +327,12 @@ def load_optimizer(
                 raise UserError(
                     f"{ordered[i]}: the checkpoint has the state of {'AdamW' if is_muons else 'Muon'} for "
                     "it, from a version that divided parameters in another way; start another run"
+                )
+            if not is_muons and not {key.partition(".")[0] for key in entries} >= _ADAM:
+                kinds = ", ".join(sorted(entries))
+                raise UserError(
+                    f"{ordered[i]}: the checkpoint has {kinds} for it, which is not the state of AdamW; "
+                    "write the weights alone, and resume from these"
                 )
         each.load_state_dict({"state": indexed_state, "param_groups": each.state_dict()["param_groups"]})
 

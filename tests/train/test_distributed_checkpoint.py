@@ -221,6 +221,14 @@ def test_damaged_and_other_folders_are_refused_in_one_line(
     shards = of_base(wider) | {"cluster__shards": 2, "cluster__cpus": 1, "run__dir": tmp_path / "wide"}
     with pytest.raises(UserError, match=r"_proj\.weight does not fit this model"):
         train_in_threads(tiny(tmp_path, **shards, run__resume=folder))
+    model = loaded(base)
+    adagrad = torch.optim.Adagrad(model.parameters())
+    model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    adagrad.step()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, adagrad), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path / "adagrad", no_dist=True)
+    other = tiny(tmp_path, **of_base(base), run__resume=tmp_path / "adagrad")
+    assert "has step, sum for it, which is not the state of AdamW" in error_of(other)
     file = folder / "__1_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
