@@ -614,6 +614,24 @@ def test_commands_read_runs_at_addresses(
     assert_same(stacks[1], stacks[0], 0.0)
 
 
+def test_adapters_at_an_address_resume_and_are_merged_as_in_a_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    flags: dict[str, Any] = {"model__from_pretrained": tmp_path / "model", "model__lora__rank": 2}
+    flags |= {"training__lr": 1e-2, "training__sample_tokens": 0, "run__resume": "auto"}
+    for name, place in (("folder", tmp_path / "run"), ("bucket", RUN)):
+        for steps in (3, 5):
+            assert train_tiny(tmp_path, **flags, training__steps=steps, run__dir=place) == 0
+        assert run(["export", str(place), "--to", str(tmp_path / name)]) == 0
+    same_bits(RUN, tmp_path / "run", 5)
+    for file in (tmp_path / "folder").iterdir():
+        assert (tmp_path / "bucket" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
 def test_the_command_that_continues_a_run_at_an_address_is_taken(local: Path, tmp_path: Path) -> None:
     from adjoint.train.rundir import resume_command
 
