@@ -196,7 +196,9 @@ def test_a_run_goes_on_from_its_exported_folder_bit_for_bit(
     again = {"run__resume": target, "run__dir": tmp_path / "again"}
     assert train_tiny(tmp_path, **flags, **again) == 0
     assert weights(tmp_path / "again", 8) == weights(tmp_path / "run", 8)
-    assert run(["eval", target, "--lengths", "64", "--tokens", "128", "--out", str(tmp_path / "eval")]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert run(["eval", target, "--lengths", "64", "--tokens", "128"]) == 0
+    assert (tmp_path / "eval/eval.json").is_file()
 
 
 def test_damaged_and_other_folders_are_refused_in_one_line(

@@ -19,7 +19,8 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
-from adjoint.files.remote import RemotePath, is_remote
+from adjoint.files.distributed_checkpoint import is_distributed_checkpoint
+from adjoint.files.remote import is_remote
 from adjoint.formats import file_kinds
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
@@ -153,8 +154,8 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint, device)
     _placed(run_model.module, device, precision)
     trusted = config["model"].get("trust_remote_code", False)
-    run_folder = checkpoint.parent.parent
-    results = Path("eval") if isinstance(run_folder, RemotePath) else run_folder / "eval"
+    in_run = isinstance(checkpoint, Path) and not is_distributed_checkpoint(checkpoint)
+    results = Path(str(checkpoint.parent.parent)) / "eval" if in_run else Path("eval")
     masking = None
     if config["model"].get("bidirectional") is not None:
         settings = config["training"]
