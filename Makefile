@@ -50,16 +50,19 @@ test-integrations: setup-dev  ## run training frameworks' own commands with our 
 # absolute: tests start processes in folders of their own
 EXTERNAL := $(CURDIR)/build/external
 KERNELS := $(CURDIR)/build/external-kernels
-test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py, quantized bases and Lightning, fetched into build/
+STORES := $(CURDIR)/build/external-stores
+test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py, quantized bases, Lightning and servers of buckets, fetched into build/
 	CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
 		$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(KERNELS) \
 		mamba-ssm causal-conv1d flash-linear-attention fla-core einops mambapy
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(EXTERNAL) bitsandbytes torchao \
 		lightning lightning-utilities pytorch-lightning torchmetrics
 	PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest -rs tests/external \
-		--ignore tests/external/test_quantized.py --ignore tests/external/test_lightning.py
+		--ignore tests/external/test_quantized.py --ignore tests/external/test_lightning.py --ignore tests/external/test_s3.py --ignore tests/external/test_gs.py
 	@# apart: where transformers finds fla, it runs fla's kernels, which need a GPU
 	PYTHONPATH=$(EXTERNAL) $(BIN)/python -m pytest -rs tests/external/test_quantized.py tests/external/test_lightning.py
+	$(BIN)/python -m pip install -q --upgrade --target $(STORES) s3fs gcsfs "moto[server]" gcp-storage-emulator
+	PYTHONPATH=$(STORES) $(BIN)/python -m pytest -rs tests/external/test_s3.py tests/external/test_gs.py
 
 benchmarks: setup-dev  ## measure every figure of README and docs again, in hours; QUICK=1 tries each, in minutes
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)

@@ -10,9 +10,13 @@
 A run over several shards writes model-00001-of-00004.safetensors and so on, a file a shard, and likewise for
 the optimizer; the names inside are the same, so that any number of shards, or one process, reads either.
 
-A checkpoint is complete or absent: the manifest is written last (`adjoint.train.checkpoint`). State is stored
-by parameter name, never by position, so it can be read back by another grouping of the same parameters.
-Nothing is unpickled: `rng.pt` is read with ``weights_only=True``.
+A checkpoint is complete or absent: the manifest is written last (`adjoint.train.checkpoint`); at an address
+such as s3://bucket/run, a folder without it is no checkpoint. State is stored by parameter name, never by
+position, so it can be read back by another grouping of the same parameters. Nothing is unpickled: `rng.pt` is
+read with ``weights_only=True``.
+
+A folder that `torch.distributed.checkpoint` wrote is read as a checkpoint too, wherever the user names one.
+That of another training loop has no trainer.json, and is of step 0.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ import re
 import shutil
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
 from adjoint.errors import UserError
 from adjoint.files import is_utf8
+from adjoint.files.distributed_checkpoint import DistributedTensors, NamedTensor, is_distributed_checkpoint
+from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
-RNG = "rng.pt"
+RNG, TRAINER = "rng.pt", "trainer.json"
+_NOISE = "dropout and other noise are drawn again from training.seed"
 REMOVING = ".removing-"  # a folder that a kill may leave; the next save deletes it
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -76,21 +82,28 @@ class NoWholeCheckpoint(UserError):
     """A run all of whose checkpoints are damaged."""
 
 
-def list_checkpoints(directory: str | Path) -> list[Path]:
+def list_checkpoints(directory: str | Place) -> list[Place]:
     """Return the checkpoints of a folder by step, oldest first; unverified."""
-    directory = Path(directory)
+    directory = place_of(directory)
     if not directory.is_dir():
         return []
-    checkpoints = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    checkpoints = [p for p in directory.iterdir() if _NAME.fullmatch(p.name) and _is_written(p)]
     return sorted(checkpoints, key=step_of)
 
 
-def step_of(checkpoint: Path) -> int:
+def _is_written(checkpoint: Place) -> bool:
+    """Whether a checkpoint was written to its end; one that lost its manifest later is damaged."""
+    if isinstance(checkpoint, RemotePath):
+        return (checkpoint / MANIFEST).is_file()
+    return checkpoint.is_dir()
+
+
+def step_of(checkpoint: Place) -> int:
     """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def newest_checkpoint(directory: str | Path) -> Path | None:
+def newest_checkpoint(directory: str | Place) -> Place | None:
     """Return the newest checkpoint whose checksums hold, None if there is no checkpoint; warn of damaged ones
     on stderr.
 
@@ -113,7 +126,7 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
     return None
 
 
-def _restoring(checkpoints: list[Path]) -> str:
+def _restoring(checkpoints: list[Place]) -> str:
     """Say what can be restored of checkpoints none of which is whole, and how."""
     for path in reversed(checkpoints):
         try:
@@ -127,7 +140,7 @@ def _restoring(checkpoints: list[Path]) -> str:
     return "nothing was changed; copy the files back, or begin again in another folder"
 
 
-def checkpoint_at(path: Path, called: str) -> Path:
+def checkpoint_at(path: Place, called: str) -> Place:
     """Return a run's newest good checkpoint, or the checkpoint at the path itself.
 
     Args:
@@ -143,6 +156,11 @@ def checkpoint_at(path: Path, called: str) -> Path:
             raise UserError(
                 f"{called}: not a run and not a good checkpoint ({error}); name a run's folder"
             ) from None
+        if not (path / TRAINER).is_file():
+            raise UserError(
+                f"{called}: {path} has no {TRAINER}, which says what model it is of; begin a run with it, "
+                "--run.resume, and name that"
+            )
         return path.absolute()
     try:
         newest = newest_checkpoint(path / "checkpoints")
@@ -153,19 +171,22 @@ def checkpoint_at(path: Path, called: str) -> Path:
     return newest.absolute()
 
 
-def verify_checkpoint(path: str | Path) -> None:
+def verify_checkpoint(path: str | Place) -> None:
     """Check that every file of the manifest is there, has its size and its SHA-256.
 
     Raises:
         DamagedCheckpoint: naming the file that is not as it was written.
         UserError: there is no checkpoint of that name.
     """
-    path = Path(path)
+    path = place_of(path)
+    if path.is_dir() and is_distributed_checkpoint(path):  # whose tensors have no checksums
+        DistributedTensors(path).verify()
+        return
     for file, entry in _read_manifest(path).items():
         _verify_file(path, file, entry)
 
 
-def verify_trained_state(path: str | Path) -> list[str]:
+def verify_trained_state(path: str | Place) -> list[str]:
     """Check all of a checkpoint that a run cannot go on without; return a line for each file that it lacks.
 
     The manifest and the states of random number generators may be missing, as after a copy that left files
@@ -175,7 +196,12 @@ def verify_trained_state(path: str | Path) -> list[str]:
         DamagedCheckpoint: naming the file that is not as it was written.
         UserError: there is no checkpoint of that name.
     """
-    path, lost = Path(path), list[str]()
+    path, lost = place_of(path), list[str]()
+    if path.is_dir() and is_distributed_checkpoint(path):
+        DistributedTensors(path).verify()
+        if not (path / TRAINER).is_file():
+            return [f"{path}: has no {TRAINER}; its weights and optimizer state go on, all else begins again"]
+        return [] if (path / RNG).exists() else [f"{path}: {RNG} is missing; {_NOISE}"]
     try:
         entries = _read_manifest(path)
     except MissingManifest:
@@ -186,11 +212,11 @@ def verify_trained_state(path: str | Path) -> list[str]:
             if file != RNG or (path / RNG).exists():
                 _verify_file(path, file, entry)
     if not (path / RNG).exists():
-        lost.append(f"{path}: {RNG} is missing; dropout and other noise are drawn again from training.seed")
+        lost.append(f"{path}: {RNG} is missing; {_NOISE}")
     return lost
 
 
-def warn_of_lost_files(path: Path) -> None:
+def warn_of_lost_files(path: Place) -> None:
     """Check a checkpoint that the user has named, and warn of what it lacks.
 
     Raises:
@@ -200,11 +226,11 @@ def warn_of_lost_files(path: Path) -> None:
         warnings.warn(line, stacklevel=2)
 
 
-def _damaged(path: Path, problem: str) -> DamagedCheckpoint:
+def _damaged(path: Place, problem: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"damaged checkpoint {path}: {problem}")
 
 
-def _read_manifest(path: Path) -> dict[str, FileEntry]:
+def _read_manifest(path: Place) -> dict[str, FileEntry]:
     """Return the entries of a checkpoint's files."""
     if not path.is_dir():
         raise UserError(f"{path}: no such checkpoint; name a folder like RUN/checkpoints/step-00000100")
@@ -220,6 +246,8 @@ def _read_manifest(path: Path) -> dict[str, FileEntry]:
                 f"{path}: is a run, not a checkpoint; continue it with --run.dir {path} --resume auto"
             ) from None
         raise MissingManifest(f"damaged checkpoint {path}: {MANIFEST} is missing") from None
+    except RemoteError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise _damaged(path, f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
@@ -235,7 +263,7 @@ def _read_manifest(path: Path) -> dict[str, FileEntry]:
     return entries
 
 
-def _verify_file(path: Path, name: str, entry: FileEntry) -> None:
+def _verify_file(path: Place, name: str, entry: FileEntry) -> None:
     file = path / name
     if not file.is_file():
         raise _damaged(path, f"{name} is missing")
@@ -245,12 +273,14 @@ def _verify_file(path: Path, name: str, entry: FileEntry) -> None:
         raise _damaged(path, f"the checksum of {name} does not match")
 
 
-def _verify_without_manifest(path: Path) -> None:
+def _verify_without_manifest(path: Place) -> None:
     """Check that weights, optimizer and trainer.json are there, and complete by their own headers."""
     try:
         step = read_trainer(path)["step"]
     except FileNotFoundError:
         raise _damaged(path, f"{MANIFEST} and trainer.json are missing") from None
+    except RemoteError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         raise _damaged(path, f"{MANIFEST} is missing, and trainer.json cannot be read") from None
     if _NAME.fullmatch(path.name) and step != step_of(path):
@@ -269,37 +299,57 @@ def _verify_without_manifest(path: Path) -> None:
     for stem in parts:
         try:
             StoredTensors(path, stem)
+        except RemoteError:
+            raise
         except UserError as error:
             raise _damaged(path, str(error)) from None
 
 
-def read_rng(path: Path) -> dict[str, object]:
+def read_rng(path: Place) -> dict[str, object]:
     """Return the states of random number generators in a checkpoint; empty if it lacks them."""
     file = path / RNG
-    return torch.load(file, weights_only=True, map_location="cpu") if file.exists() else {}
+    if not file.exists():
+        return {}
+    with file.open("rb") as stream:
+        return torch.load(stream, weights_only=True, map_location="cpu")
 
 
-def read_trainer(path: Path) -> TrainerState:
+def read_trainer(path: Place) -> TrainerState:
     """Return a checkpoint's step, data cursor, configuration, …"""
-    state: TrainerState = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+    if is_foreign(path):
+        return {"step": 0, "tokens": 0, "unigram_entropy": None}
+    state: TrainerState = json.loads((path / TRAINER).read_text(encoding="utf-8"))
     return state
 
 
-def set_aside_after(directory: str | Path, step: int) -> list[Path]:
+def is_foreign(path: Place) -> bool:
+    """Whether a checkpoint is one of another training loop, by `torch.distributed.checkpoint`."""
+    return not (path / TRAINER).is_file() and is_distributed_checkpoint(path)
+
+
+def set_aside_after(directory: str | Place, step: int) -> list[Place]:
     """Rename the checkpoints beyond ``step`` so that none of an abandoned future is picked up later."""
-    moved = []
+    moved = list[Place]()
     for path in list_checkpoints(directory):
         if step_of(path) > step:
             target = path.with_name(f"{path.name}.set-aside")
             if target.exists():
                 remove_checkpoint(target)
-            os.replace(path, target)
+            if isinstance(path, RemotePath):
+                path.copy_folder(path.with_name(target.name), MANIFEST)
+                remove_checkpoint(path)
+            else:
+                os.replace(path, path.with_name(target.name))
             moved.append(target)
     return moved
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that a kill half-way leaves no half checkpoint behind."""
+def remove_checkpoint(path: Place) -> None:
+    """Delete a checkpoint. It is renamed first (at an address, its manifest goes first), so that a kill
+    half-way leaves no half checkpoint behind."""
+    if isinstance(path, RemotePath):
+        path.remove_folder(MANIFEST)
+        return
     doomed = path.with_name(f"{REMOVING}{path.name}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
@@ -309,17 +359,23 @@ class StoredTensors:
     """The tensors of a checkpoint's files, or of a folder of transformers, read one at a time by name.
 
     Args:
-        path: the folder. stem: "model", "optimizer" or "state".
+        path: the folder, or its address. stem: "model", "optimizer" or "state".
 
     Raises:
         UserError: a file is damaged, or an index of weights is none.
     """
 
-    def __init__(self, path: Path, stem: str) -> None:
+    def __init__(self, path: Place, stem: str) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.path, self.files_by_name = path, dict[str, Any]()
-        files, index = sorted(path.glob(f"{stem}*.safetensors")), path / f"{stem}.safetensors.index.json"
+        files = sorted(list[Place](path.glob(f"{stem}*.safetensors")), key=str)
+        if not files and is_distributed_checkpoint(path):
+            tensors = DistributedTensors(path)
+            keys = tensors.by_stem[stem]
+            self.files_by_name = {name: NamedTensor(tensors, key) for name, key in keys.items()}
+            return
+        index = path / f"{stem}.safetensors.index.json"
         if path / f"{stem}.safetensors" not in files and index.is_file():  # a folder of transformers
             try:
                 names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -328,10 +384,14 @@ class StoredTensors:
             files = [path / name for name in sorted(set(names))]
         for file in files:
             try:
-                stored = safe_open(str(file), "pt")
+                stored: safe_open | _RemoteSafetensors
+                if isinstance(file, RemotePath):
+                    stored = _RemoteSafetensors(file)
+                else:
+                    stored = safe_open(str(file), "pt")
             except SafetensorError as error:
                 reason = " ".join(str(error).split())
-                if not is_utf8(file):
+                if not is_utf8(str(file)):
                     raise UserError(
                         f"{file}: its name is not UTF-8, which safetensors needs; rename"
                     ) from None
@@ -356,7 +416,55 @@ class StoredTensors:
         return {name.rpartition("|")[2]: self[name] for name in names}
 
 
-def sha256(file: Path) -> str:
+class _TensorEntry(TypedDict):
+    """A tensor's entry in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class _RemoteSafetensors:
+    """The tensors of a safetensors file at an address, each fetched by itself.
+
+    Raises:
+        SafetensorError: the file is damaged.
+    """
+
+    def __init__(self, file: RemotePath) -> None:
+        from safetensors import SafetensorError
+
+        length = int.from_bytes(file.read_span(0, 8), "little")
+        self.file, self.start, size = file, 8 + length, file.stat().st_size
+        try:
+            if self.start > size:
+                raise ValueError("its header is cut short")
+            header = json.loads(file.read_span(8, self.start))
+            header.pop("__metadata__", None)
+            self.entries: dict[str, _TensorEntry] = header
+            if self.start + max((e["data_offsets"][1] for e in self.entries.values()), default=0) != size:
+                raise ValueError("it is cut short")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SafetensorError(str(error)) from None
+
+    def keys(self) -> list[str]:
+        return list(self.entries)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        from safetensors.torch import load
+
+        entry = self.entries[name]
+        # the dtype that its name stands for: of a file with the tensor's entry and no elements
+        header = json.dumps({name: {**entry, "shape": [0], "data_offsets": [0, 0]}}).encode()
+        dtype = load(len(header).to_bytes(8, "little") + header)[name].dtype
+        first, end = entry["data_offsets"]
+        if first == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        data = bytearray(self.file.read_span(self.start + first, self.start + end))
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry["shape"])
+
+
+def sha256(file: Place) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
-    with open(file, "rb") as stream:
+    with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -228,6 +228,34 @@ MUTATIONS: dict[str, Mutation] = {
         "        if False:\n",
         "tests/train tests/cluster",
     ),
+    "manifest-counts": Mutation(
+        "a checkpoint at an address counts when its manifest is there",
+        "checkpoint.py",
+        "return (checkpoint / MANIFEST).is_file()",
+        "return checkpoint.is_dir()",
+        "tests/train/test_remote.py",
+    ),
+    "manifest-last": Mutation(
+        "a manifest is uploaded last",
+        "files/remote.py",
+        "key=lambda file: (file.name == last, file)",
+        "key=lambda file: (file.name != last, file)",
+        "tests/train/test_remote.py",
+    ),
+    "store-refuses": Mutation(
+        "a store that does not answer is never taken for a damaged checkpoint",
+        "files/remote.py",
+        "class RemoteError(UserError):",
+        "class RemoteError(OSError):",
+        "tests/train/test_remote.py",
+    ),
+    "distributed-pieces": Mutation(
+        "a tensor is put together from the pieces that ranks have written",
+        "files/distributed_checkpoint.py",
+        "stream.seek(piece.offset)",
+        "stream.seek(0)",
+        "tests/train/test_distributed_checkpoint.py",
+    ),
 }
 
 

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,8 @@ from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.warm_up import kinds_of, warm_up
 from adjoint.engine.worker_rules import forward_plan, grid_of, stages_are_layers, step_plan
 from adjoint.errors import UserError
+from adjoint.files import folder_in_cache
+from adjoint.files.remote import RemotePath, place_of
 from adjoint.layers import State
 from adjoint.layers.init import drawn_from
 from adjoint.memory import begin_peak, peak_memory_bytes
@@ -377,7 +378,8 @@ class PipelineWorker:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, folder: str) -> dict[str, FileEntry]:
-        """Write this shard's weights and optimizer state; return the files' entries for the manifest.
+        """Write this shard's weights and optimizer state to a folder or an address; return the files' entries
+        for the manifest.
 
         Of the ranks that split them, all of which must call this, the first one writes."""
         number = f"{self.spec.shard + 1:05d}-of-{self.shards:05d}.safetensors"
@@ -392,7 +394,14 @@ class PipelineWorker:
             contents = [(name, self._gathered(tensors)) for name, tensors in contents]
             if self.spec.layout.tensor_rank(self.spec.rank):
                 return {}
-        return {name: write_file(Path(folder) / name, tensors) for name, tensors in contents}
+        with contextlib.ExitStack() as at_end:
+            target = place_of(folder)
+            local = at_end.enter_context(folder_in_cache()) if isinstance(target, RemotePath) else target
+            entries = {name: write_file(local / name, tensors) for name, tensors in contents}
+            if isinstance(target, RemotePath):
+                for name in entries:
+                    (target / name).upload(local / name)
+        return entries
 
     def _gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weights, or an optimizer's tensors by "name|key", put together from the ranks' parts."""
@@ -401,21 +410,27 @@ class PipelineWorker:
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Load this shard's tensors from a checkpoint of any number of shards, or from a transformers folder.
+        """Load this shard's tensors from a checkpoint of any number of shards, or from a transformers folder;
+        either may be at an address.
 
         Raises:
-            UserError: a tensor is missing.
+            UserError: a tensor is missing, or has another shape.
             FileNotFoundError: no tensor is there: this node does not see the folder.
         """
-        weights, state = StoredTensors(Path(path), "model"), StoredTensors(Path(path), "optimizer")
+        place = place_of(path)
+        weights, state = StoredTensors(place, "model"), StoredTensors(place, "optimizer")
         if not weights.files_by_name:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         named = self.named_weights()
         copied = {} if self.table is None else {self.model.embedding: self.table}
         for name, parameter in (named | copied).items():
-            parameter.copy_(split_like(weights[name], parameter))
+            try:
+                parameter.copy_(split_like(weights[name], parameter))
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())
+                raise UserError(f"{path}: {name} does not fit this model ({reason})") from None
         load_optimizer(self.optimizer, {name: state.read_entries(name) for name in named}, named)
-        self.carried.load(StoredTensors(Path(path), STEM), self.device)
+        self.carried.load(StoredTensors(place, STEM), self.device)
 
     # --------------------------------------------------------------------------------------------- samples
 

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adjoint.errors import UserError
+from adjoint.files.remote import Place, RemotePath, place_of
+
 REMEDY = "every host needs the same files under the same path, as on a file system that they share"
 
 
@@ -36,16 +39,22 @@ class SharedFiles:
 
     def problem(self, host: str) -> str | None:
         """Name what `host`, the one that this runs on, does not see; None if it sees the same."""
-        token = Path(self.token)
+        token = place_of(self.token)
         try:
             has_word = token.read_text() == self.word
             why = "" if has_word else "another folder is there"
         except OSError as error:
             why = error.strerror or str(error)
+        except UserError as error:  # an address
+            why = str(error)
         if why:
             return f"run.dir {token.parent}: {host} does not see the folder of {self.host} ({why}); {REMEDY}"
         for setting, (path, expected) in self.digests.items():
-            if (current := digest(Path(path))) != expected:
+            try:
+                current = digest(place_of(path))
+            except UserError as error:
+                return f"{setting} {path}: {host} cannot read it: {error}"
+            if current != expected:
                 why = "does not have this folder" if current is None else "has other files in it"
                 return f"{setting} {path}: {host} {why}, unlike {self.host}; {REMEDY}"
         return None
@@ -53,12 +62,12 @@ class SharedFiles:
 
 @contextlib.contextmanager
 def shared_files(
-    run: Path, folders: Mapping[str, Path], weights: Path | None = None
+    run: Place, folders: Mapping[str, Place], weights: Place | None = None
 ) -> Iterator[SharedFiles]:
     """Give the files as this host sees them; inside, the token is there.
 
     Args:
-        run: the run's folder. folders: others, by the settings that name them.
+        run: the run's folder or address. folders: others, by the settings that name them.
         weights: see `SharedFiles`.
     """
     token, word = run.absolute() / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -71,8 +80,11 @@ def shared_files(
         token.unlink(missing_ok=True)
 
 
-def digest(folder: Path) -> str | None:
+def digest(folder: Place) -> str | None:
     """A digest of the names and sizes of a folder's files, or of a file's size; None where there is none."""
+    if isinstance(folder, RemotePath):
+        listing = "".join(f"{name}\0{properties.st_size}\0" for name, properties in folder.files())
+        return hashlib.sha256(listing.encode()).hexdigest() if listing else None
     if folder.is_file():
         return hashlib.sha256(str(folder.stat().st_size).encode()).hexdigest()
     if not folder.is_dir():

@@ -28,6 +28,7 @@ from adjoint.cluster.process_group import DistributedTransport, decline, meet
 from adjoint.cluster.shared_files import REMEDY, SharedFiles, shared_files
 from adjoint.data.batches import Data
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, place_of
 from adjoint.layers.init import drawn_from
 from adjoint.parallel.network import Endpoint, exchange
 from adjoint.parallel.split_tensors import local, squared_norm
@@ -113,7 +114,7 @@ def train(config: Config, process: ProcessRank) -> Outcome:
                     return replica.run()
             finally:
                 if process.rank:
-                    shutil.rmtree(folder.path, ignore_errors=True)
+                    shutil.rmtree(folder.local, ignore_errors=True)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -209,7 +210,7 @@ def _check(config: Config, process: ProcessRank) -> None:
         )
 
 
-def _open_run(config: Config, process: ProcessRank, heartbeat: Heartbeat) -> tuple[RunFolder, Path | None]:
+def _open_run(config: Config, process: ProcessRank, heartbeat: Heartbeat) -> tuple[RunFolder, Place | None]:
     """Return the run's folder (on processes other than 0 a temporary one) and the checkpoint to resume."""
     result: list[Any] = [None, None, None]  # the checkpoint, the error, the folder
     folder = None
@@ -222,19 +223,19 @@ def _open_run(config: Config, process: ProcessRank, heartbeat: Heartbeat) -> tup
     torch.distributed.broadcast_object_list(result)
     if result[1] is not None:
         raise UserError(result[1])
-    heartbeat.name, heartbeat.resume = result[2], resume_command(Path(result[2]), launcher())
+    heartbeat.name, heartbeat.resume = result[2], resume_command(place_of(result[2]), launcher())
     if folder is None:
         folder = RunFolder(Path(tempfile.mkdtemp(prefix="adjoint-")))
-        heartbeat.temporary.append(folder.path)
+        heartbeat.temporary.append(folder.local)
     return folder, result[0]
 
 
 def _check_files(
-    config: Config, folder: RunFolder, checkpoint: Path | None, store: Store, local: Endpoint
+    config: Config, folder: RunFolder, checkpoint: Place | None, store: Store, local: Endpoint
 ) -> None:
     """Raise a UserError on every process if one does not see the files of process 0."""
     folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
-    present = {setting: Path(path) for setting, path in folders.items() if path is not None}
+    present = {setting: place_of(path) for setting, path in folders.items() if path is not None}
     first = shared_files(folder.path, present) if local.rank == 0 else contextlib.nullcontext()
     world = torch.distributed.get_world_size()
     with first as files:
@@ -287,7 +288,7 @@ class Replica(Trainer):
         self,
         config: Config,
         folder: RunFolder,
-        checkpoint: Path | None,
+        checkpoint: Place | None,
         process: ProcessRank,
         transport: DistributedTransport,
         heartbeat: Heartbeat,

@@ -38,6 +38,7 @@ from adjoint.engine.distribution import draw_adjoint_scale
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.engine.sharded_model import ShardedModel
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, RemotePath, place_of
 from adjoint.layers import StackConfig, State
 from adjoint.stack import Stack
 from adjoint.stack.sharded_stack import ShardedStack
@@ -173,7 +174,7 @@ class ShardedTrainer(Trainer):
             self._resume(checkpoint)
         self.folder.start(self.step)
 
-    def _count_failure(self, failure: ShardFailure, checkpoint: Path | None) -> None:
+    def _count_failure(self, failure: ShardFailure, checkpoint: Place | None) -> None:
         """Gives up what is left of a group, and counts what befell it; that a machine was taken away on
         purpose is no failure of the run. What would come again is not tried again.
 
@@ -209,13 +210,17 @@ class ShardedTrainer(Trainer):
 
     # ---------------------------------------------------------------- what is done to model and optimizer
 
-    def _build(self, checkpoint: Path | None) -> None:
+    def _build(self, checkpoint: Place | None) -> None:
         config = self.config
         if not hasattr(self, "origin"):
             self.origin = checkpoint
             self.gauges: dict[str, Gauge] = {}
-            folder = self.folder.path / "pretrained" if checkpoint is None else None
-            self.whole, self.weights = described_model(config, folder)
+            folder = self.folder.local / "pretrained" if checkpoint is None else None
+            self.whole, weights = described_model(config, folder)
+            self.weights: Place | None = weights
+            if isinstance(self.folder.path, RemotePath) and folder is not None and weights == folder:
+                self.weights = self.folder.path / folder.name
+                self.weights.upload_folder(folder, "model.safetensors")
             self.num_parameters = self.whole.num_parameters
             self.beginning = self.data.train.state_dict(), torch_states()
         if checkpoint is not None:
@@ -231,11 +236,13 @@ class ShardedTrainer(Trainer):
                     raise
                 raise UserError(f"{self.folder.path}: {error}; then continue with --resume auto") from None
 
-    def _make_group(self, checkpoint: Path | None) -> None:
+    def _make_group(self, checkpoint: Place | None) -> None:
         config, settings = self.config, self.config.cluster
         threads = config.training.threads or settings.cpus
         folders = {"model.from_pretrained": config.model.from_pretrained, "run.resume": checkpoint}
-        present = {setting: Path(path).absolute() for setting, path in folders.items() if path is not None}
+        present = {
+            setting: place_of(path).absolute() for setting, path in folders.items() if path is not None
+        }
         with shared_files(self.folder.path, present, checkpoint or self.weights) as files:
             self.group = Group(
                 self.whole,
@@ -298,12 +305,15 @@ class ShardedTrainer(Trainer):
 
     def _files(self) -> Callable[[Path], dict[str, FileEntry]]:
         def write(folder: Path) -> dict[str, FileEntry]:
-            written = self._all("save", str(folder.absolute()), first=True)
+            target: Place = folder.absolute()
+            if isinstance(self.folder.path, RemotePath):  # other machines do not see the folder
+                target = self.folder.path / "checkpoints" / f"step-{self.step:08d}"
+            written = self._all("save", str(target), first=True)
             return {name: entry for entries in written for name, entry in entries.items()}
 
         return write
 
-    def _load(self, checkpoint: Path) -> tuple[TrainerState, dict[str, Any]]:
+    def _load(self, checkpoint: Place) -> tuple[TrainerState, dict[str, Any]]:
         return read_trainer(checkpoint), read_rng(checkpoint)  # the shards have read the rest
 
     def _sample(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from adjoint.errors import UserError
+from adjoint.files.remote import refuse_remote
 from adjoint.settings import (
     Must,
     NotNegative,
@@ -33,7 +34,8 @@ class DataConfig:
 
     path: Paths = option(
         None,
-        "a file, a folder (searched recursively), a glob, or a list of them: .txt .md .py .jsonl "
+        "a file, a folder (searched recursively), a glob, or a list of them, here or at an address such as "
+        "s3://bucket/text: .txt .md .py .jsonl "
         ".parquet .json and FASTA (.fa .fasta .fna), each also as .gz or .zst (.json is read only if it is "
         "named, as an array of records). Each record of FASTA is a document, whose N's are read and not "
         "predicted. Records with `messages` are chats: the tokenizer's chat template is applied, and only "
@@ -98,6 +100,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields("data", self)
+        refuse_remote("data.tokenizer", self.tokenizer, "tokenizers")
+        refuse_remote("data.cache_dir", self.cache_dir, "caches")
         entries = len(self.path) if isinstance(self.path, list) else 1
         if self.weights is not None and len(self.weights) != entries:
             raise UserError(f"data.weights: {len(self.weights)} weights for {entries} entries of data.path")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from adjoint.errors import UserError, why_not_imported
+from adjoint.files.remote import Place, RemotePath, RemoteStat, is_remote
 
 FASTA = (".fasta", ".fa", ".fna", ".ffn", ".frn", ".faa")
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet", ".json", *FASTA)
@@ -40,24 +41,27 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can
 
 @dataclass(frozen=True)
 class Source:
-    """A file of text, or a `table` of the datasets library.
+    """A file of text, here or at an address, or a `table` of the datasets library.
 
     `name`, relative and with /, determines its split; `size` in bytes, 0 for a streamed table; `lenient`:
     skip the file if it is not UTF-8, instead of raising an error; `changed_ns`: its mtime, which can be set
-    back, and its ctime.
+    back, and its ctime; of a file at an address the version that its store names.
     """
 
-    path: Path
+    path: Place
     name: str
     size: int
-    changed_ns: tuple[int, int]
+    changed_ns: tuple[int, int] | str
     table: Any = None
     lenient: bool = False
 
     @property
     def identity(self) -> list[Any]:
         """The values that determine the documents, which the token cache is keyed by."""
-        location = self.name if self.table is not None else os.path.abspath(self.path)
+        if isinstance(self.path, RemotePath):
+            location = str(self.path)
+        else:
+            location = self.name if self.table is not None else os.path.abspath(self.path)
         return [location, self.name, self.size, self.changed_ns]
 
 
@@ -94,11 +98,14 @@ def find_sources(
         if path is None:
             return _stdlib_sources()
         paths = [path] if isinstance(path, str) else list(path)
-        files_by_path: dict[Path, Source] = {}
+        files_by_path: dict[Place, Source] = {}
         for each in paths:
             if each.startswith("hf:"):
                 table = _table(each, key, streaming)
                 files_by_path[table.path] = table
+                continue
+            if is_remote(each):
+                files_by_path |= {source.path: source for source in _remote_sources(each, key)}
                 continue
             for file, name in _expand(each, key):
                 # The same file named twice (overlapping globs, links) must not be in both splits.
@@ -117,13 +124,14 @@ def is_fasta(source: Source) -> bool:
 
 def check_apart(parts: Sequence[Sources], held_out: Sequence[Sources]) -> None:
     """Raise UserError if a file is in two streams, or in training and held-out text."""
-    earlier_files: set[Path] = set()
+    earlier_files: set[Place] = set()
     for sources in [*parts, *held_out]:
         files = {file.path.resolve() for file in sources.files}
         if both := files & earlier_files:
+            first = min(map(str, both))
             if sources in held_out:
-                raise UserError(f"data.validation_path: {min(both)} is trained on too; leave it out")
-            raise UserError(f"data.weights: {min(both)} is in two entries of data.path; leave it out of one")
+                raise UserError(f"data.validation_path: {first} is trained on too; leave it out")
+            raise UserError(f"data.weights: {first} is in two entries of data.path; leave it out of one")
         earlier_files |= files
 
 
@@ -190,14 +198,19 @@ def read_documents(source: Source, text_field: str | None) -> Iterator[str | Cha
         raise UserError(f"{path}: {problem} ({error.strerror or error})") from None
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Place) -> Any:
     """Open a file for reading its bytes, decompressed."""
+    if isinstance(path, RemotePath):
+        if path.name.lower().endswith(".zst"):
+            pyarrow = _pyarrow(path)
+            return io.BufferedReader(pyarrow.CompressedInputStream(path.open(), "zstd"))
+        return gzip.open(path.open()) if path.name.lower().endswith(".gz") else path.open()
     if path.name.lower().endswith(".zst"):
         return io.BufferedReader(_pyarrow(path).input_stream(str(path), compression="zstd"))
     return gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
 
 
-def _pyarrow(path: Path) -> Any:
+def _pyarrow(path: Place) -> Any:
     try:
         import pyarrow
     except ImportError as error:
@@ -245,6 +258,45 @@ def _expand(text: str, key: str) -> list[tuple[Path, str]]:
     raise UserError(f"{key} {text}: no such file or folder")
 
 
+def _remote_sources(text: str, key: str) -> list[Source]:
+    """Return the files of text that an address in an entry of a key names.
+
+    Raises:
+        UserError: it names none, or cannot be read.
+    """
+    path = RemotePath(text)
+    if path.is_file():
+        if _suffix(path) is None:
+            raise UserError(f"{key} {text}: unsupported kind of file; {_SUPPORTED}")
+        return [_remote_source(path, path.name, path.stat())]
+    if path.is_dir():
+        candidates = [(path / name, name, stat) for name, stat in path.files()]
+        endings: tuple[str, ...] = ()
+    elif glob.has_magic(text):
+        matches = path.matches()
+        scheme = text.partition("://")[0] + "://"
+        folders = [str(match.parent).removeprefix(scheme) for match, _ in matches]
+        root = scheme + (os.path.commonpath(folders) if folders else "")
+        candidates = [(match, str(match)[len(root) + 1 :], stat) for match, stat in matches]
+        endings = (_NAMED, *(_NAMED + end for end in _COMPRESSED))
+    else:
+        raise UserError(f"{key} {text}: no such file or folder")
+    sources = [
+        _remote_source(file, name, stat)
+        for file, name, stat in candidates
+        if not any(folder.startswith(".") or folder == "__pycache__" for folder in name.split("/"))
+        and _suffix(file)
+        and (_suffix(file) != _NAMED or text.lower().endswith(endings))
+    ]
+    if not sources:
+        raise UserError(f"{key} {text}: there is no supported file; {_SUPPORTED}")
+    return sources
+
+
+def _remote_source(file: RemotePath, name: str, stat: RemoteStat) -> Source:
+    return Source(file, name, stat.st_size, stat.version)
+
+
 def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
     """(file, name) of the supported files in a folder, sorted by name; hidden entries are skipped."""
 
@@ -271,7 +323,7 @@ def _walk(root: Path, skipped: Container[str] = ()) -> list[tuple[Path, str]]:
     return sorted(named, key=lambda pair: pair[1])
 
 
-def _suffix(path: Path) -> str | None:
+def _suffix(path: Place) -> str | None:
     """Return the supported suffix of a file, without that of its compression; None if it has none."""
     name = path.name.lower()
     name = next((name.removesuffix(end) for end in _COMPRESSED if name.endswith(end)), name)
@@ -397,7 +449,7 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
-def _array_records(stream: Any, path: Path) -> Records:
+def _array_records(stream: Any, path: Place) -> Records:
     """Yield the records of a .json file: the elements of an array, one object, or an object on each line."""
     try:
         content = stream.read().decode("utf-8-sig")
@@ -411,7 +463,7 @@ def _array_records(stream: Any, path: Path) -> Records:
         yield str(path), value
 
 
-def _json_records(stream: Iterable[bytes], path: Path) -> Records:
+def _json_records(stream: Iterable[bytes], path: Place) -> Records:
     for number, line in enumerate(stream, 1):
         try:
             content = line.decode("utf-8-sig")
@@ -425,7 +477,7 @@ def _json_records(stream: Iterable[bytes], path: Path) -> Records:
 _PROTEIN = re.compile("[EFIJLOPQXZ*]", re.IGNORECASE)
 
 
-def _fasta_records(stream: Iterable[bytes], path: Path) -> Iterator[str]:
+def _fasta_records(stream: Iterable[bytes], path: Place) -> Iterator[str]:
     """Yield the sequences of a FASTA file, each on one line; of nucleotides as `Nucleotides`."""
     lines, is_open = list[str](), False
     for number, line in enumerate(stream, 1):
@@ -468,7 +520,7 @@ def _table(text: str, key: str, streaming: bool) -> Source:
     return Source(path, f"{text}@{table._fingerprint}", table.data.nbytes, (0, 0), table)
 
 
-def _table_records(table: Any, path: Path, field: str | None) -> Records:
+def _table_records(table: Any, path: Place, field: str | None) -> Records:
     names = _columns(table.column_names or list(next(iter(table), {})), field, path)
     try:
         for row in table.select_columns(names):
@@ -477,7 +529,7 @@ def _table_records(table: Any, path: Path, field: str | None) -> Records:
         raise UserError(f"{path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
+def _parquet_records(stream: Any, path: Place, field: str | None) -> Records:
     pa = _pyarrow(path)
     import pyarrow.parquet as pq
 
@@ -491,7 +543,7 @@ def _parquet_records(stream: Any, path: Path, field: str | None) -> Records:
         raise UserError(f"{path}: damaged parquet file ({reason})") from None
 
 
-def _columns(names: Sequence[str], field: str | None, path: Path) -> list[str]:
+def _columns(names: Sequence[str], field: str | None, path: Place) -> list[str]:
     """Return the columns to read."""
     fields = _present(names, field, path)
     return fields + [each for each in ("tools", *_UNREAD_FIELDS) if each in names and each not in fields]

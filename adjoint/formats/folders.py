@@ -6,20 +6,22 @@ from typing import Any
 
 from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
 from adjoint.errors import UserError
+from adjoint.files.distributed_checkpoint import is_distributed_checkpoint
+from adjoint.files.remote import Place, RemoteError, RemotePath
 from adjoint.formats import FORMATS, file_format_of, format_of
 from adjoint.formats.names import Values, Weights, with_tied_table
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.layers import StackConfig
 
 
-def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfig, Weights]:
+def from_pretrained(folder: Place, layout: str | None = None) -> tuple[StackConfig, Weights]:
     """Return the configuration and the weights of a model in a folder.
 
     The weights are on the CPU, in the dtypes they are stored in.
 
     Args:
         folder: a model in one of `FORMATS`; a run, whose newest good checkpoint is read; or a checkpoint of a
-            run.
+            run. A run may be at an address.
         layout: the only one of `FORMATS` that is accepted; None accepts all, and runs.
 
     Raises:
@@ -28,9 +30,15 @@ def from_pretrained(folder: Path, layout: str | None = None) -> tuple[StackConfi
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; download a model with huggingface_hub.snapshot_download")
-    if (folder / "checkpoints").is_dir() or (folder / MANIFEST).is_file():
+    is_checkpoint = (folder / MANIFEST).is_file() or is_distributed_checkpoint(folder)
+    if (folder / "checkpoints").is_dir() or is_checkpoint:
         _check_layout(folder, "a run", None, layout)
         return from_checkpoint(checkpoint_at(folder, str(folder)))
+    if isinstance(folder, RemotePath):
+        raise UserError(
+            f"{folder}: is no run, and models are read from folders of this machine; download it, then name "
+            "that folder"
+        )
     if not (folder / "config.json").is_file():
         refuse_adapter(folder, str(folder))
         raise UserError(
@@ -104,18 +112,18 @@ def refuse_adapter(folder: Path, called: str) -> None:
     )
 
 
-def _check_layout(folder: Path, description: str, format_name: str | None, layout: str | None) -> None:
+def _check_layout(folder: Place, description: str, format_name: str | None, layout: str | None) -> None:
     if layout not in (None, format_name):
         raise UserError(f"{folder}: is {description}, not a model of {layout}; use Stack.from_pretrained")
 
 
-def from_checkpoint(checkpoint: Path) -> tuple[StackConfig, Weights]:
+def from_checkpoint(checkpoint: Place) -> tuple[StackConfig, Weights]:
     """Return the configuration and the weights of a run's checkpoint, which the caller has verified."""
     config, stored = checkpoint_config(checkpoint), StoredTensors(checkpoint, "model")
     return with_tied_table({name: stored[name].clone() for name in stored.files_by_name}, config)
 
 
-def checkpoint_config(checkpoint: Path) -> StackConfig:
+def checkpoint_config(checkpoint: Place) -> StackConfig:
     """Return the configuration of the model in a run's checkpoint.
 
     Raises:
@@ -128,6 +136,8 @@ def checkpoint_config(checkpoint: Path) -> StackConfig:
         for key in ("lora", "offload", "quantization", "trust_remote_code"):
             model_settings.pop(key, None)
         return StackConfig(**model_settings)
+    except RemoteError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint}: its trainer.json describes no model that this version knows ({error!r})"

@@ -22,6 +22,7 @@ from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, place_of
 from adjoint.formats.folders import from_pretrained
 from adjoint.formats.names import Weights as StoredWeights
 from adjoint.formats.names import assign
@@ -394,7 +395,7 @@ class Stack(ChunkedStack):
         return _with_weights(*from_model(hf_model))
 
     @staticmethod
-    def from_pretrained(directory: str | Path) -> Stack:
+    def from_pretrained(directory: str | Place) -> Stack:
         """Return a stack with the weights in a folder, on the CPU, each in the dtype it is stored in.
 
             model = adjoint.Stack.from_pretrained("runs/default")
@@ -402,7 +403,8 @@ class Stack(ChunkedStack):
         Neither transformers nor mamba-ssm needs to be installed. Only tensors are unpickled.
 
         Args:
-            directory: a run (its newest good checkpoint) or one of its checkpoints; or a folder written by
+            directory: a run (its newest good checkpoint) or one of its checkpoints, also at an address such
+                as s3://bucket/run; or a folder written by
                 `save_pretrained` of transformers' MambaForCausalLM or Mamba2ForCausalLM, of mamba-ssm's
                 MambaLMHeadModel, or of CaduceusForMaskedLM, in one file or in shards.
 
@@ -440,8 +442,8 @@ def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
     return int(torch.stack(low).min()), int(torch.stack(high).max())
 
 
-def _read(directory: str | Path, layout: str | None = None) -> Stack:
-    config, weights = from_pretrained(Path(directory), layout)
+def _read(directory: str | Place, layout: str | None = None) -> Stack:
+    config, weights = from_pretrained(place_of(directory), layout)
     try:
         return _with_weights(config, weights)
     except ValueError as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adjoint.data.sources import find_sources
+from adjoint.files.remote import is_remote
 from adjoint.tools.command_flags import FLAGS
 from adjoint.train.config import check_values, flags_of_keys, known_keys
 from adjoint.train.flags import is_like_a_flag, unknown_flag, unknown_key
@@ -96,12 +97,14 @@ def _check_path(command: str, flag: str, value: str) -> None:
                 raise unknown_key(name, value, known_keys())
     elif flag in ("--data.path", "--data.validation_path", "--path"):
         key = "data.path" if flag == "--path" else flag[2:]
-        if not value.startswith(("hf:", "[")) and value != "null" and not Path(value).exists():
+        if value.startswith(("hf:", "[")) or value == "null":
+            return
+        if is_remote(value) or not Path(value).exists():
             find_sources(value, key)  # raises, but for a pattern that has matches
     elif flag == "--model.from_pretrained" and command in ("train", "plan"):
         _check_model(value, "model.from_pretrained")
     elif flag == "" and command == "compare":
-        _check_model(str(Path(value)), "adjoint compare")
+        _check_model(value if is_remote(value) else str(Path(value)), "adjoint compare")
     elif is_run or (flag == "--model" and command == "sweep"):
         could_be_on_hub = command != "export" and value.count("/") == 1 and Path(value).parent != RUNS
         if not could_be_on_hub:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from adjoint.checkpoint import read_trainer
+from adjoint.checkpoint import RNG, TRAINER, StoredTensors, read_trainer
 from adjoint.data.tokenizer import (
     CharTokenizer,
     byte_tokenizer_files,
@@ -24,7 +24,15 @@ from adjoint.data.tokenizer import (
     tokenizer_files,
 )
 from adjoint.errors import UserError
-from adjoint.files import disk_errors, flush, unfinished_path
+from adjoint.files import disk_errors, flush, folder_in_cache, unfinished_path
+from adjoint.files.distributed_checkpoint import (
+    CARRIED,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    write_distributed_checkpoint,
+)
+from adjoint.files.remote import Place, RemotePath, is_remote
 from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_to_write, file_kinds
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
@@ -39,22 +47,24 @@ from adjoint.train.stored_dtypes import cast_as_stored
 from adjoint.train.unloaded import copy_unloaded
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+DCP = "dcp"
 
 
 def _parser() -> Flags:
     files = "".join(f"|FILE{row.SUFFIX}" for row in FILE_FORMATS)
     parser = Flags(
         prog="adjoint export",
-        usage=f"%(prog)s RUN --to DIR{files} [--format mamba-ssm] [--dtype bfloat16]",
+        usage=f"%(prog)s RUN --to DIR{files} [--format mamba-ssm|{DCP}] [--dtype bfloat16]",
         description="Write a run's model to a folder that AutoModelForCausalLM.from_pretrained of "
         "transformers, MambaLMHeadModel.from_pretrained of mamba-ssm, or for layers that read in both "
         "directions CaduceusForMaskedLM.from_pretrained can load, with the run's tokenizer. A run that began "
         f"with {file_kinds()} can be written to such a file.",
     )
     parser.add("run", "a run's folder (its newest checkpoint) or a checkpoint", metavar="RUN")
-    parser.add("--to", "folder to write, new or empty; or a new file", _destination, required=True)
-    layout = f"layout of the folder: {' or '.join(FORMATS)}"
-    parser.add("--format", layout, reads(Literal[tuple(FORMATS)]), default="transformers")
+    parser.add("--to", "folder or address to write, new or empty; or a new file", _destination, required=True)
+    layout = f"layout of the folder: {', '.join(FORMATS)}; or {DCP}, weights and optimizer state for "
+    layout += "torch.distributed.checkpoint.load, whatever its number of ranks"
+    parser.add("--format", layout, reads(Literal[(*FORMATS, DCP)]), default="transformers")
     dtype = f"dtype of the weights: {', '.join(get_args(Dtype))}; default: that of model.from_pretrained, or"
     dtype += " of the run"
     parser.add("--dtype", dtype, reads(Dtype))
@@ -65,13 +75,17 @@ def main(argv: list[str]) -> int:
     """`adjoint export`: exit code 0."""
     request = _parser().parse_args(argv)
     checkpoint = find_checkpoint(request.run)
-    summary = export(checkpoint, request.to, request.format, request.dtype)
-    print(f"{request.to}: {summary}, from {os.path.relpath(checkpoint)}")
+    write = _export_to_address if isinstance(request.to, RemotePath) else export
+    summary = write(checkpoint, request.to, request.format, request.dtype)
+    source = checkpoint if isinstance(checkpoint, RemotePath) else os.path.relpath(checkpoint)
+    print(f"{request.to}: {summary}, from {source}")
     return 0
 
 
-def _destination(text: str) -> Path:
-    """Return the file or folder to write to that a flag names."""
+def _destination(text: str) -> Place:
+    """Return the file or folder to write to that a flag names, or its address."""
+    if is_remote(text):
+        return RemotePath(text)
     if file_format_to_write(text) is None:
         return new_folder(text)
     if Path(text).exists():
@@ -79,7 +93,26 @@ def _destination(text: str) -> Path:
     return Path(text)
 
 
-def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None) -> str:
+def _export_to_address(checkpoint: Place, place: RemotePath, layout: str, dtype: str | None) -> str:
+    """Export to a folder of the cache and upload that; return what was written, in words. The file that
+    describes the others is uploaded last.
+
+    Raises:
+        UserError: something is at the address, or its store refuses.
+    """
+    if place.is_file() or place.iterdir():
+        raise UserError(f"--to {place}: is not empty; name another address, or remove what is there first")
+    with folder_in_cache() as folder:
+        local = folder / place.name
+        summary = export(checkpoint, local, layout, dtype)
+        if local.is_file():
+            place.upload(local)
+        else:
+            place.upload_folder(local, METADATA if layout == DCP else "config.json")
+    return summary
+
+
+def export(checkpoint: Place, folder: Path, layout: str, dtype: str | None = None) -> str:
     """Write a verified checkpoint's model to a folder in one piece; return what was written, in words.
 
     Args:
@@ -91,6 +124,8 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         UserError: the layout has no such model, or something is in the folder's place.
         OSError: the disk refused; nothing is left.
     """
+    if layout == DCP:
+        return _export_dcp(checkpoint, folder, dtype)
     check_tokenizer(checkpoint)
     trained = read_trainer(checkpoint).get("config", {})
     source = trained.get("model", {}).get("from_pretrained")
@@ -114,6 +149,50 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
         others = [other for other, its in FORMATS.items() if its.why_not(config) is None]
         remedy = f"give --format {others[0]}" if others else "adjoint.Stack.from_pretrained reads the run"
         raise UserError(f"--format {layout}: {reason}; {remedy}")
+    return _written(folder, lambda work: _write_all(work, checkpoint, layout, dtype))
+
+
+def _export_dcp(checkpoint: Place, folder: Path, dtype: str | None) -> str:
+    """Write a checkpoint's weights and optimizer state, as they are, to a folder of DCP; return what was
+    written, in words."""
+    if file_format_to_write(folder) is not None:
+        raise UserError(f"--to {folder}: --format {DCP} writes a folder; name one")
+    if dtype is not None:
+        raise UserError(f"--dtype {dtype}: --format {DCP} keeps the run's, to go on from it; leave it out")
+    stored = {stem: StoredTensors(checkpoint, stem) for stem in ("model", "optimizer", "state")}
+    entries = [name.rpartition("|") for name in stored["optimizer"].files_by_name]
+    if any("." in key for _, _, key in entries):
+        raise UserError(
+            f"--format {DCP}: the run has moments in 8 bits (training.optimizer), for which it has no form; "
+            "export to another format, without them"
+        )
+
+    def write(work: Path) -> str:
+        tensors = {
+            MODEL: {name: stored["model"][name] for name in stored["model"].files_by_name},
+            OPTIMIZER: {f"{name}.{key}": stored["optimizer"][f"{name}|{key}"] for name, _, key in entries},
+            CARRIED: {name: stored["state"][name] for name in stored["state"].files_by_name},
+        }
+        write_distributed_checkpoint(work, tensors)
+        for name in (TRAINER, RNG):
+            if (checkpoint / name).is_file():
+                (work / name).write_bytes((checkpoint / name).read_bytes())
+        size = sum(tensor.numel() for tensor in tensors[MODEL].values())
+        return f"{size:,} parameters and the optimizer's state for torch.distributed.checkpoint"
+
+    return _written(folder, write)
+
+
+def _written(folder: Path, write: Callable[[Path], str]) -> str:
+    """Write a folder in one piece; return what was written, in words.
+
+    Args:
+        write: writes the files to the folder that it is given, and returns what it wrote.
+
+    Raises:
+        UserError: the folder is not empty.
+        OSError: the disk refused; nothing is left.
+    """
     folder = folder.resolve()  # a link to an empty folder leads to where things are written
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--to {folder}: is not empty; name a new folder, or remove that one first")
@@ -121,7 +200,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     work.mkdir(parents=True)
     try:
         with disk_errors(folder):
-            summary = _write_all(work, checkpoint, layout, dtype)
+            summary = write(work)
             for written in (*work.iterdir(), work):
                 flush(written)
             os.replace(work, folder)  # of an empty folder too, and of nothing else
@@ -132,7 +211,7 @@ def export(checkpoint: Path, folder: Path, layout: str, dtype: str | None = None
     return summary
 
 
-def _write_all(work: Path, checkpoint: Path, layout: str, dtype: str | None) -> str:
+def _write_all(work: Path, checkpoint: Place, layout: str, dtype: str | None) -> str:
     """Write model and tokenizer of a checkpoint to a folder; return what was written, in words."""
     trained = read_trainer(checkpoint).get("config", {})
     settings = trained.get("model", {})
@@ -184,7 +263,7 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
     return name if name in get_args(Dtype) else None
 
 
-def _write_pretrained(work: Path, checkpoint: Path, source: str, trusted: bool, dtype: str | None) -> str:
+def _write_pretrained(work: Path, checkpoint: Place, source: str, trusted: bool, dtype: str | None) -> str:
     """Write a run of a Hugging Face model by its own `save_pretrained`, with the run's weights.
 
     Tensors of the source folder that its class does not load are copied.

@@ -28,6 +28,7 @@ from adjoint.checkpoint import (
     FileEntry,
     StoredTensors,
     TrainerState,
+    is_foreign,
     list_checkpoints,
     read_rng,
     read_trainer,
@@ -38,6 +39,7 @@ from adjoint.checkpoint import (
 )
 from adjoint.errors import UserError
 from adjoint.files import disk_errors, flush
+from adjoint.files.remote import Place, place_of
 from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carry_state import STEM
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _MAY_CHANGE = ("run.", "cluster.", "training.steps", "model.from_pretrained")
 _SIZES_OF_FOLDER = ("model.vocab_size", "model.d_model", "model.n_layer")
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _WRITING = ".writing-"  # a folder that a kill may leave, as `REMOVING`; the next save deletes them
 
 
@@ -161,7 +164,7 @@ def write_file(
 
 
 def load_checkpoint(
-    path: str | Path,
+    path: str | Place,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     config: ConfigDict | None = None,
@@ -172,7 +175,7 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is damaged, or is of another model than `config` says, or ``model`` is.
     """
-    path = Path(path)
+    path = place_of(path)
     if verify:
         verify_checkpoint(path)
     trainer = read_trainer(path)
@@ -192,7 +195,7 @@ def load_checkpoint(
 
 
 def trained_model(
-    checkpoint: Path, method: Method, device: torch.device | str | None = None
+    checkpoint: Place, method: Method, device: torch.device | str | None = None
 ) -> PreTrainedModel:
     """Return the transformers model of a run's checkpoint that is known to be whole, wrapped; adapters are
     merged into its weights, unless these are quantized."""
@@ -213,7 +216,7 @@ def trained_model(
     return base_of(model)
 
 
-def merged_model(checkpoint: Path) -> PreTrainedModel:
+def merged_model(checkpoint: Place) -> PreTrainedModel:
     """Return `trained_model` on the CPU with floating-point weights.
 
     Adapters on quantized weights are merged into the weights that the folder has or, if it is saved
@@ -235,9 +238,11 @@ def merged_model(checkpoint: Path) -> PreTrainedModel:
     return merged(model) if lora else model
 
 
-def check_config(path: Path, config: ConfigDict) -> None:
+def check_config(path: Place, config: ConfigDict) -> None:
     """Raise UserError, naming the first differing key, where the checkpoint is of another model, or of an
     optimizer with another state, or where the pretrained model's folder changed since."""
+    if is_foreign(path):  # whose names and shapes tell
+        return
     stored = read_trainer(path).get("config", {})
     ignored = {"trust_remote_code", "offload"}  # a permission, and where weights are
     if records_model(path) and config["model"].get("from_pretrained") is not None:
@@ -323,6 +328,12 @@ def load_optimizer(
                     f"{ordered[i]}: the checkpoint has the state of {'AdamW' if is_muons else 'Muon'} for "
                     "it, from a version that divided parameters in another way; start another run"
                 )
+            if not is_muons and not {key.partition(".")[0] for key in entries} >= _ADAM:
+                kinds = ", ".join(sorted(entries))
+                raise UserError(
+                    f"{ordered[i]}: the checkpoint has {kinds} for it, which is not the state of AdamW; "
+                    "write the weights alone, and resume from these"
+                )
         each.load_state_dict({"state": indexed_state, "param_groups": each.state_dict()["param_groups"]})
 
 
@@ -358,7 +369,7 @@ def _flushed(file: Path) -> FileEntry:
     return {"sha256": sha256(file), "bytes": file.stat().st_size}
 
 
-def _load_weights(path: Path, model: nn.Module) -> None:
+def _load_weights(path: Place, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
     stored, tensors = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
     restored_ids = {id(tensors[name]) for name in tensors if name in stored.files_by_name}

@@ -195,14 +195,19 @@ class TrainingConfig:
 class RunConfig:
     """The folder of a run, and whether it continues an earlier one."""
 
-    dir: str | None = option(None, "folder of the run; null is runs/NAME, or runs/NAME-2, … if that exists.")
+    dir: str | None = option(
+        None,
+        "folder of the run, or an address such as s3://bucket/run; null is runs/NAME, or runs/NAME-2, … if "
+        "that exists.",
+    )
     name: FolderName | None = option(
         None, "the NAME of runs/NAME; null is the name of the configuration file."
     )
     resume: Text = option(
         "never",
         '"never" starts from scratch; "auto" continues from the newest good checkpoint of the run, if '
-        "there is one; or the path of a checkpoint. `--resume` is short for `--run.resume`.",
+        "there is one; or the path of a checkpoint, or of a folder that torch.distributed.checkpoint wrote. "
+        "`--resume` is short for `--run.resume`.",
     )
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from adjoint.checkpoint import read_trainer
 from adjoint.data.tokenizer import has_no_files, tokenizer_files
 from adjoint.errors import UserError
+from adjoint.files.remote import Place
 from adjoint.formats import file_format_of
 
 Section = Mapping[str, Any]  # of a configuration, as plain values by key
@@ -48,7 +49,7 @@ def record(model: Section, tokenizer: Sequence[Path]) -> dict[str, str]:
     return digests
 
 
-def check_model(checkpoint: Path, config: ConfigDict) -> None:
+def check_model(checkpoint: Place, config: ConfigDict) -> None:
     """Raise a UserError where the folder of the pretrained model is not as it was when the run began.
 
     Args:
@@ -68,7 +69,7 @@ def check_model(checkpoint: Path, config: ConfigDict) -> None:
             )
 
 
-def check_tokenizer(checkpoint: Path) -> None:
+def check_tokenizer(checkpoint: Place) -> None:
     """Raise a UserError where the tokenizer's files are there and not as they were when the run began."""
     config, recorded = read_trainer(checkpoint).get("config", {}), _recorded(checkpoint).get("tokenizer")
     name = config.get("data", {}).get("tokenizer")
@@ -80,12 +81,12 @@ def check_tokenizer(checkpoint: Path) -> None:
         )
 
 
-def records_model(checkpoint: Path) -> bool:
+def records_model(checkpoint: Place) -> bool:
     """Whether a checkpoint can tell its pretrained model's folder by content, wherever that is now."""
     return not {"config", "sizes"}.isdisjoint(_recorded(checkpoint))
 
 
-def _recorded(checkpoint: Path) -> dict[str, str]:
+def _recorded(checkpoint: Place) -> dict[str, str]:
     return read_trainer(checkpoint).get(RECORD, {})
 
 

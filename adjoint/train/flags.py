@@ -11,6 +11,7 @@ from typing import Any, Never, TypeVar
 
 from adjoint.errors import UserError
 from adjoint.files import is_utf8
+from adjoint.files.remote import is_remote
 from adjoint.settings import read_value
 from adjoint.train.other_trainers import FOREIGN_KEYS
 
@@ -103,6 +104,8 @@ def comma_list(read: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 def new_folder(text: str) -> Path:
     """Return the folder to write to that a flag names; a reader for `Flags.add`."""
+    if is_remote(text):
+        raise ValueError(f"{text}: results are written to this machine; name a folder here")
     if Path(text).is_file():
         raise ValueError(f"{text}: is a file; name a folder")
     if not is_utf8(text):

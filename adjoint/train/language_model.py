@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from adjoint.engine.runner import chunk_losses, last_hidden
 from adjoint.engine.stage import check_windows
 from adjoint.engine.threads import share_of_cores
 from adjoint.errors import UserError
+from adjoint.files.remote import Place
 from adjoint.formats import file_format_of
 from adjoint.loss import linear_cross_entropy
 from adjoint.methods import Exact, Method, check_bidirectional_method
@@ -79,7 +79,7 @@ class LanguageModel(Protocol):
         """
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> LanguageModel:
+    def from_checkpoint(cls, checkpoint: Place, device: Device = None) -> LanguageModel:
         """Return the model of a run's checkpoint that is known to be whole, to be evaluated."""
 
     @property
@@ -147,7 +147,7 @@ class StackLM(LanguageModel):
         return cls(module, config.method, group)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> StackLM:
+    def from_checkpoint(cls, checkpoint: Place, device: Device = None) -> StackLM:
         return cls(Stack.from_pretrained(checkpoint).to(device), Exact())
 
     @property
@@ -276,7 +276,7 @@ class PretrainedLM(LanguageModel):
         return cls(module if group is None else wrap(module, config.method, group), config.method, group)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Path, device: Device = None) -> PretrainedLM:
+    def from_checkpoint(cls, checkpoint: Place, device: Device = None) -> PretrainedLM:
         return cls(trained_model(checkpoint, Exact(), device).eval(), Exact())
 
     @property

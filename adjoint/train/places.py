@@ -7,16 +7,21 @@ from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
 
 from adjoint.errors import UserError
+from adjoint.files.remote import Place, RemotePath, is_remote, refuse_remote
 
 RUNS = Path("runs")
 
 
-def run_at(name: str, flag: str = "") -> Path:
+def run_at(name: str, flag: str = "") -> Place:
     """Return the path of a run or checkpoint; `runs/` may be left out.
 
     Raises:
         UserError: there is none.
     """
+    if is_remote(name):
+        if (remote := RemotePath(name)).exists():
+            return remote
+        raise UserError(f"{f'{flag} {name}'.strip()}: no such run or checkpoint; check the address")
     path = next((p for p in (Path(name), RUNS / name) if p.exists()), None)
     if path is None:
         runs = sorted(p.name for p in RUNS.iterdir() if p.is_dir()) if RUNS.is_dir() else []
@@ -25,12 +30,16 @@ def run_at(name: str, flag: str = "") -> Path:
     return path
 
 
-def config_file(path: str) -> Path:
+def config_file(path: str) -> Place:
     """Return a configuration file, one that the package includes too.
 
     Raises:
         UserError: there is none.
     """
+    if is_remote(path):
+        if (remote := RemotePath(path)).is_file():
+            return remote
+        raise UserError(f"--config {path}: no such file; give the address of a YAML file")
     file = Path(path)
     if not file.exists() and file.parent == Path("configs"):
         file = Path(__file__).parents[1] / file
@@ -105,6 +114,7 @@ def check_hub_name(name: str, key: str) -> None:
 
 def no_configuration(place: str, key: str) -> UserError:
     """Return the error of a place without a model; `key` is what it was given as."""
+    refuse_remote(key, place, "models")
     fault = f"{place} has no config.json" if Path(place).expanduser().exists() else f"there is no {place}"
     return UserError(
         f"{key}: {fault}; name a folder that save_pretrained wrote, or a model of the Hugging Face hub"

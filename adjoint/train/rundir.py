@@ -13,16 +13,17 @@ from typing import IO
 
 from adjoint.checkpoint import checkpoint_at, newest_checkpoint, warn_of_lost_files
 from adjoint.errors import UserError
-from adjoint.files import disk_errors, is_utf8, remove_unfinished, write_atomically
+from adjoint.files import LOCK, disk_errors, is_utf8, lock_folder, remove_unfinished, write_atomically
+from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
 from adjoint.train.config import RunConfig
 from adjoint.train.metrics import MetricsRow
 from adjoint.train.places import RUNS, run_at
+from adjoint.train.remote_run import RemoteRun
 
-_LOCK = ".lock"
 _CONTENTS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
-def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
+def open_run(run: RunConfig) -> tuple[RunFolder, Place | None]:
     """Return the folder to write to, locked, and the checkpoint to continue from (None: from the beginning).
 
     Raises:
@@ -30,7 +31,7 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
             process writes to it, or the checkpoint named is missing or damaged, or all that there were are.
     """
     if run.resume == "auto":
-        folder = RunFolder(Path(run.dir) if run.dir else _numbered(run.name or "default")[0])
+        folder = RunFolder(place_of(run.dir) if run.dir else _numbered(run.name or "default")[0])
         try:
             newest = newest_checkpoint(folder.path / "checkpoints")
             if newest is None:
@@ -41,25 +42,28 @@ def open_run(run: RunConfig) -> tuple[RunFolder, Path | None]:
         return folder, newest
     checkpoint = None
     if run.resume != "never":
-        checkpoint = Path(run.resume)
+        checkpoint = place_of(run.resume)
         warn_of_lost_files(checkpoint)
         run_folder = checkpoint.absolute().parent
         if run_folder.name == "checkpoints" and (
-            not run.dir or Path(run.dir).resolve() == run_folder.parent.resolve()
+            not run.dir or place_of(run.dir).resolve() == run_folder.parent.resolve()
         ):
-            return RunFolder(
-                Path(run.dir) if run.dir else Path(os.path.relpath(run_folder.parent))
-            ), checkpoint
+            return RunFolder(place_of(run.dir) if run.dir else _relative(run_folder.parent)), checkpoint
     if not run.dir:
         return _new_folder(run.name or "default"), checkpoint
-    if any((Path(run.dir) / name).exists() for name in _CONTENTS):
+    if any((place_of(run.dir) / name).exists() for name in _CONTENTS):
         raise UserError(
             f"run.dir {run.dir}: holds another run; continue it with --resume auto, or name another --run.dir"
         )
-    return RunFolder(Path(run.dir)), checkpoint
+    return RunFolder(place_of(run.dir)), checkpoint
 
 
-def _check_for_lost_checkpoints(path: Path) -> None:
+def _relative(place: Place) -> Place:
+    """Return a path as seen from the current folder; an address as it is."""
+    return place if isinstance(place, RemotePath) else Path(os.path.relpath(place))
+
+
+def _check_for_lost_checkpoints(path: Place) -> None:
     """Raise UserError if a run without checkpoints has done steps of which it had saved one.
 
     A run that was killed before its first checkpoint begins again; one whose checkpoints were not copied with
@@ -70,6 +74,8 @@ def _check_for_lost_checkpoints(path: Path) -> None:
     try:
         settings = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))["training"]
         every = settings["save_every"] * (2 if settings["save_async"] else 1)  # a thread may still be writing
+    except RemoteError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return
     rows = _read_rows(path / "metrics.jsonl", sys.maxsize)
@@ -80,7 +86,7 @@ def _check_for_lost_checkpoints(path: Path) -> None:
         )
 
 
-def resume_command(path: Path, launcher: str = "") -> str:
+def resume_command(path: Place, launcher: str = "") -> str:
     """Return the command that goes on with a run. Data paths and the like are in its config.yaml; only where
     the run is has to be said again.
 
@@ -96,7 +102,7 @@ def resume_command(path: Path, launcher: str = "") -> str:
     return f"{started} {run} --resume auto"
 
 
-def find_checkpoint(name: str, flag: str = "") -> Path:
+def find_checkpoint(name: str, flag: str = "") -> Place:
     """Return the checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be
     left out. A UserError where there is none."""
     return checkpoint_at(run_at(name, flag), f"{flag} {name}".strip())
@@ -125,28 +131,40 @@ def _new_folder(name: str) -> RunFolder:
 
 
 class RunFolder:
-    """A run's folder, `path`, held by this process: a lock, and `rows`, the metrics so far, a dictionary a
-    step. As a context it is closed at its end; after an error it is as if it had never been there, if no step
-    was done."""
+    """A run's folder, held by this process: a lock, and `rows`, the metrics so far, a dictionary a step. As a
+    context it is closed at its end; after an error it is as if it had never been there, if no step was done.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        path: the folder or its address. local: where its files are written: there, or a folder of the cache.
+        remote: uploads them; None unless `path` is an address.
+    """
+
+    def __init__(self, path: Place) -> None:
         """Make ``path`` if need be and lock it; a UserError where it is a file, or another process writes to
         it."""
+        self.path = path
+        self.rows: list[MetricsRow] = []
+        self._metrics: IO[str] | None = None
+        self.remote: RemoteRun | None = None
+        if isinstance(path, RemotePath):
+            if path.is_file():
+                raise UserError(f"run.dir {path}: is a file; name a folder")
+            self.remote = RemoteRun(path)
+            self.local = self.remote.folder
+            return
         if path.exists() and not path.is_dir():
             raise UserError(f"run.dir {path}: is a file; name a folder")
         if not is_utf8(path):
             raise UserError(f"run.dir {path}: its name is not UTF-8, which safetensors needs; name another")
         path.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self.rows: list[MetricsRow] = []
-        self._metrics: IO[str] | None = None
-        self._lock = _lock(path)
+        self.local = path
+        self._lock = lock_folder(path, str(path))
 
     def start(self, step: int) -> None:
         """Open the metrics, without those of steps after ``step``, which will be done again."""
-        file = self.path / "metrics.jsonl"
+        file = self.local / "metrics.jsonl"
         self.rows = _read_rows(file, step)
-        remove_unfinished(self.path)
+        remove_unfinished(self.local)
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._metrics = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
@@ -154,26 +172,32 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and self._metrics is not None and not self.rows:
-            checkpoints = self.path / "checkpoints"
+        if self.remote is not None:
+            if kind is None:
+                self.remote.upload()
+            elif self.rows:
+                with contextlib.suppress(UserError, OSError):  # the error is told already
+                    self.remote.upload()
+        elif kind is not None and self._metrics is not None and not self.rows:
+            checkpoints = self.local / "checkpoints"
             if not (
                 checkpoints.is_dir() and any(checkpoints.iterdir())
             ):  # of a run that has been here before
                 for name in ("config.yaml", "metrics.jsonl"):
-                    (self.path / name).unlink(missing_ok=True)
-        self.close()
+                    (self.local / name).unlink(missing_ok=True)
+        self.close(failed=kind is not None)
 
     def check(self) -> None:
         """Raise a UserError where the folder is no longer there: what is written to it would be lost."""
         assert self._metrics is not None, "start() comes first"
         opened_file = os.fstat(self._metrics.fileno())
         try:
-            is_same_file = os.path.samestat(opened_file, (self.path / "metrics.jsonl").stat())
+            is_same_file = os.path.samestat(opened_file, (self.local / "metrics.jsonl").stat())
         except OSError:
             is_same_file = False
         if not is_same_file:
             raise UserError(
-                f"{self.path}: the run's folder was removed or replaced, and what was in it is lost; "
+                f"{self.local}: the run's folder was removed or replaced, and what was in it is lost; "
                 "start the run again"
             )
 
@@ -183,36 +207,32 @@ class RunFolder:
         self.check()
         assert self._metrics is not None
         self.rows.append(row)
-        with disk_errors(self.path / "metrics.jsonl"):
+        with disk_errors(self.local / "metrics.jsonl"):
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
+        if self.remote is not None:
+            self.remote.upload_now_and_then()
 
-    def close(self) -> None:
+    def upload(self) -> None:
+        """Upload what has changed, checkpoints apart, if the run is at an address."""
+        if self.remote is not None:
+            self.remote.upload()
+
+    def close(self, failed: bool = False) -> None:
         """Give the folder free; one in which nothing was written disappears."""
         if self._metrics is not None:
             self._metrics.close()
+        if self.remote is not None:
+            self.remote.close(keep_files=failed)
+            return
         with contextlib.suppress(OSError):  # it has been removed
-            if [p.name for p in self.path.iterdir()] == [_LOCK]:
-                (self.path / _LOCK).unlink()
-                self.path.rmdir()
+            if [p.name for p in self.local.iterdir()] == [LOCK]:
+                (self.local / LOCK).unlink()
+                self.local.rmdir()
         os.close(self._lock)
 
 
-def _lock(path: Path) -> int:
-    descriptor = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(f"run.dir {path}: another process is writing to it; name another --run.dir") from None
-    except (ImportError, OSError):  # no such locks on this system or file system: go on without
-        pass
-    return descriptor
-
-
-def _read_rows(file: Path, last_step: int) -> list[MetricsRow]:
+def _read_rows(file: Place, last_step: int) -> list[MetricsRow]:
     """Return the rows up to a step. A kill may have cut the last line short: what does not parse is left
     out."""
     rows = []

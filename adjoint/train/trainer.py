@@ -32,6 +32,7 @@ from adjoint.data.tokenizer import Tokenizer, describe_boundaries
 from adjoint.engine.generators import set_torch_states, torch_states
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.files.remote import Place
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
 from adjoint.parallel.split_tensors import local
@@ -65,7 +66,7 @@ LossAndWindows = tuple[float, list[int] | None]  # of a batch; None unless the m
 class Outcome:
     """The end of a run: its folder, the optimizer steps done, and the signal that ended it early."""
 
-    path: Path
+    path: Place
     step: int
     stopped_by: int | None = None
 
@@ -103,7 +104,7 @@ class Trainer:
     peak_flops: float | None = None
     flops: float = 0.0
     model: LanguageModel
-    saving: Future[Path] | None = None  # of the checkpoint that a thread writes
+    saving: Future[Place] | None = None  # of the checkpoint that a thread writes
     in_backward: SteppedInBackward | None = None
     sequence_group: dist.ProcessGroup | None = None  # of processes that share each sequence
     tensor_group: dist.ProcessGroup | None = None  # of processes that share each weight
@@ -111,7 +112,7 @@ class Trainer:
     begins_again = False  # the next batch is the first of another text, length or batch size
     launcher = ""  # what has started the processes of the run: see `resume_command`
 
-    def __init__(self, config: Config, folder: RunFolder, checkpoint: Path | None) -> None:
+    def __init__(self, config: Config, folder: RunFolder, checkpoint: Place | None) -> None:
         settings = config.training
         self.config, self.settings, self.folder = config, settings, folder
         self.device = machine.pick_device(settings.device)
@@ -133,15 +134,15 @@ class Trainer:
         self.dependencies = dependencies.record(config.to_dict()["model"], self.data.tokenizer.files)
         if checkpoint is not None:
             self._resume(checkpoint)
-        self.trackers = Trackers(settings.report_to, folder.path, self.step, config.to_dict())
+        self.trackers = Trackers(settings.report_to, folder.local, self.step, config.to_dict())
         folder.start(self.step)
-        write_atomically(folder.path / "config.yaml", config.to_yaml())
+        write_atomically(folder.local / "config.yaml", config.to_yaml())
 
     def run(self) -> Outcome:
         """Do the steps that are left, then evaluate, sample and plot."""
         self._announce()
         release_freed_memory()  # of tokenizing, and of weights as they were read
-        trace = self.folder.path / "trace.json"
+        trace = self.folder.local / "trace.json"
         with (
             StopRequest() as stop,
             _StepProgress(self.step, self.settings) as progress,
@@ -171,6 +172,7 @@ class Trainer:
         self._sample()
         if (best := self._best()) is not None:
             print(f"lowest held-out loss: {best['eval_loss']:.4f}, checkpoints/step-{best['step']:08d}")
+        self.folder.upload()
         written = [name for name in _RESULTS if (path / name).exists()]
         print(f"run: {path} ({', '.join(written)})", flush=True)
         return Outcome(path, self.step)
@@ -178,7 +180,7 @@ class Trainer:
     # What is done to model and optimizer is in the next methods and nowhere else: over several processes
     # (`adjoint.cluster.training`) these are others.
 
-    def _build(self, checkpoint: Path | None) -> None:
+    def _build(self, checkpoint: Place | None) -> None:
         """Make model and optimizer; a checkpoint is loaded into them by `_load`."""
         dtype = torch.float64 if self.precision == "float64" else None
         self.carried = Carried(self.settings.carry_state, range(self.config.model.n_layer))
@@ -280,7 +282,7 @@ class Trainer:
         copied, states = self.settings.save_async, self.carried.tensors()
         return model_files(self.model.module, self.optimizer, states, copied, self.writes)
 
-    def _load(self, checkpoint: Path) -> tuple[TrainerState, dict[str, Any]]:
+    def _load(self, checkpoint: Place) -> tuple[TrainerState, dict[str, Any]]:
         """Read a checkpoint that is known to be whole; its (trainer, rng) dictionaries."""
         current = self.config.to_dict()
         self.carried.load(StoredTensors(checkpoint, STEM), self.device)
@@ -381,11 +383,14 @@ class Trainer:
         best, keep = self._best(), self.settings.keep_checkpoints
         spared = None if best is None else best["step"]
         arguments = folder, self.step, self._files(), copy.deepcopy(trainer), torch_states(), keep, spared
+        remote = self.folder.remote
+        save: Callable[..., Place] = save_checkpoint if remote is None else remote.save_checkpoint
         if self.settings.save_async:
-            self.saving = ThreadPoolExecutor(1).submit(save_checkpoint, *arguments)
+            self.saving = ThreadPoolExecutor(1).submit(save, *arguments)
         else:
-            save_checkpoint(*arguments)
+            save(*arguments)
         self.saved_step = self.step
+        self.folder.upload()
 
     def _wait_for_saving(self) -> None:
         """Wait until a thread has written its checkpoint, and raise the error that it met, if any."""
@@ -404,7 +409,7 @@ class Trainer:
         ]
         return min(rows, key=lambda row: row["eval_loss"], default=None)
 
-    def _resume(self, checkpoint: Path) -> None:
+    def _resume(self, checkpoint: Place) -> None:
         trainer, rng = self._load(checkpoint)  # open_run has compared the checksums already
         begins_again = self._go_to_place(checkpoint, trainer)
         self.step, self.tokens = trainer["step"], trainer["tokens"]
@@ -420,7 +425,7 @@ class Trainer:
         if begins_again:
             print(f"the text begins again: {begins_again}; weights, optimizer and schedule go on")
 
-    def _go_to_place(self, checkpoint: Path, trainer: TrainerState) -> str:
+    def _go_to_place(self, checkpoint: Place, trainer: TrainerState) -> str:
         """Go to the checkpoint's place in the data, or to the beginning if this run's batches are others.
 
         Return what makes them others, such as longer sequences or text that the user names; "" if nothing.
@@ -429,6 +434,8 @@ class Trainer:
             UserError: the text has changed, and no setting says so.
         """
         self.begins_again = False
+        if "data" not in trainer:  # of another training loop
+            return ""
         try:
             self.data.train.load_state_dict(trainer["data"])
         except OtherPlace as error:
@@ -452,7 +459,7 @@ class Trainer:
         if self.folder.rows:
             size = f"{self.num_parameters:,} parameters"
             title = f"{self.folder.path.name}: {size}, {self.method.name}"
-            plot_losses(self.folder.rows, self.folder.path / "loss.png", self.data.unigram_entropy, title)
+            plot_losses(self.folder.rows, self.folder.local / "loss.png", self.data.unigram_entropy, title)
 
     def _sample(self) -> None:
         """Continue the prompt with the trained model; print it and keep it as sample.txt."""
@@ -472,7 +479,7 @@ class Trainer:
             return
         # The model may have more rows in its embedding than the tokenizer has tokens.
         text = tokenizer.decode([token for token in ids[0].tolist() if token < tokenizer.vocab_size])
-        write_atomically(self.folder.path / "sample.txt", text)
+        write_atomically(self.folder.local / "sample.txt", text)
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         print(f"sample:\n{shown}\n")  # never a control sequence to the terminal
 

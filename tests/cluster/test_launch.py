@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+from adjoint.files.remote import is_remote
+from adjoint.train.config import load_config
+
 ROOT = Path(__file__).resolve().parents[2]
 AWS = sorted((ROOT / "adjoint" / "cluster" / "aws").glob("*.yaml"))
 KUBERAY = sorted((ROOT / "adjoint" / "cluster" / "kuberay").glob("*.yaml"))
+RAY_JOB = KUBERAY[0].with_name("rayjob.yaml")
+RAY_CLUSTERS = [path for path in KUBERAY if path != RAY_JOB]
 PROFILE = re.compile(r"nvidia\.com/mig-(\d+g\.\d+gb)")
 
 
@@ -163,7 +168,7 @@ def test_all_nodes_mount_one_file_system_where_the_walk_through_has_its_runs(pat
     assert "--run.dir /shared/runs/first" in guide and "/home/ubuntu/runs" not in guide
 
 
-@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RAY_CLUSTERS, ids=lambda path: path.stem)
 def test_kuberay_pods_share_a_folder(path: Path) -> None:
     spec = loaded(path)["spec"]
     claims = set()
@@ -178,7 +183,7 @@ def test_kuberay_pods_share_a_folder(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", KUBERAY, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RAY_CLUSTERS, ids=lambda path: path.stem)
 def test_kuberay_pods_have_one_slice_each_and_say_so_to_ray(path: Path) -> None:
     cluster = loaded(path)
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
@@ -203,6 +208,43 @@ def test_kuberay_pods_have_one_slice_each_and_say_so_to_ray(path: Path) -> None:
     assert len(images) == 1
 
 
+def test_a_ray_job_trains_in_a_bucket_and_goes_on_after_a_failure() -> None:
+    """The file has fields of KubeRay's RayJob v1, and a command of `adjoint train` with a shard per GPU."""
+    job = loaded(RAY_JOB)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert job.keys() == {"apiVersion", "kind", "metadata", "spec"} and len(job["metadata"]["name"]) <= 47
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    assert spec.keys() == {
+        "entrypoint",
+        "backoffLimit",
+        "shutdownAfterJobFinishes",
+        "ttlSecondsAfterFinished",
+        "rayClusterSpec",
+    }
+    assert cluster.keys() == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert spec["backoffLimit"] > 0 and spec["shutdownAfterJobFinishes"] is True
+    command, subcommand, *words = shlex.split(spec["entrypoint"])
+    assert (command, subcommand) == ("adjoint", "train") and "\n" not in spec["entrypoint"]
+    config = load_config(words)
+    assert is_remote(config.run.dir) and is_remote(config.data.path) and config.run.resume == "auto"
+    assert 0 < config.training.save_every < config.training.steps
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert cluster["authOptions"] == {"mode": "token"}
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"]["num-gpus"] == "0" and head["serviceType"] == "ClusterIP"
+    assert "num-gpus" not in workers["rayStartParams"]  # the operator counts whole GPUs
+    assert workers["minReplicas"] == workers["replicas"] == workers["maxReplicas"]
+    assert workers["replicas"] == config.cluster.shards
+    resources = group_container(workers)["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == 1
+    pods = [group["template"]["spec"] for group in (head, workers)]
+    assert {pod["serviceAccountName"] for pod in pods} == {"adjoint"}
+    assert not any("volumes" in pod for pod in pods)
+    assert len({group_container(group)["image"] for group in (head, workers)}) == 1
+    guide = (ROOT / "docs" / "cluster.md").read_text()
+    assert "kubectl create -f cluster/kuberay/rayjob.yaml" in guide and "[cluster,finetune,remote]" in guide
+
+
 def group_container(group: dict[str, Any]) -> dict[str, Any]:
     assert all(
         isinstance(value, str) for value in group["rayStartParams"].values()
@@ -215,5 +257,5 @@ def test_launch_files_are_package_data_and_linked() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     package = ROOT / "adjoint" / "cluster"
     shipped = {path for pattern in data["adjoint.cluster"] for path in package.glob(pattern)}
-    assert shipped == set(package.rglob("*.yaml")) == {*AWS, *KUBERAY} and len(shipped) == 3
+    assert shipped == set(package.rglob("*.yaml")) == {*AWS, *KUBERAY} and len(shipped) == 4
     assert (ROOT / "cluster" / "aws" / "p4d.yaml").samefile(AWS[-1])

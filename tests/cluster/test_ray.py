@@ -57,6 +57,24 @@ def test_the_sequence_may_be_as_much_longer_as_there_are_workers(ray_on_loopback
     assert double <= 1.15 * single and quadruple <= 1.15 * single, (single, double, quadruple)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"shards": 2, "replicas": 2}, {"shards": 2, "tensor": 2}], ids=str)
+def test_actors_save_and_load_at_an_address(
+    ray_on_loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]
+) -> None:
+    """Each uploads its own files, and reads its own tensors from there."""
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("ADJOINT_CACHE", str(tmp_path / "cache-of-runs"))
+    for address in (tmp_path / "run", f"file://{tmp_path}/bucket/run"):
+        for steps in (4, 6):
+            flags = {**FLAGS, "training__steps": steps, "run__resume": "auto", "run__dir": address}
+            assert train_tiny(tmp_path, **flags, **over(**layout)) == 0
+    same_training(tmp_path / "bucket/run", tmp_path / "run")
+    (newest,) = list_checkpoints(tmp_path / "bucket/run/checkpoints")[-1:]
+    for file in (tmp_path / "run/checkpoints" / newest.name).glob("*.safetensors"):
+        assert (newest / file.name).read_bytes() == file.read_bytes()
+
+
 # ------------------------------------------------------------------------------------------------ what fits
 
 NODES = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]

@@ -85,6 +85,22 @@ def test_processes_train_as_one(
         assert metrics(tmp_path / "alone")[-1]["loss"] == pytest.approx(metrics(tmp_path / "one")[-1]["loss"])
 
 
+def test_processes_train_at_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Process 0 uploads, all read the checkpoint from there; the bits are those of a run in a folder."""
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("ADJOINT_CACHE", str(tmp_path / "cache-of-runs"))
+    for address in (tmp_path / "run", f"file://{tmp_path}/bucket/run"):
+        for steps in (4, 6):
+            argv = tiny(tmp_path, **FLAGS | {"training__steps": steps}, run__dir=address, run__resume="auto")
+            assert started([torchrun(rank, 2) for rank in range(2)], argv, monkeypatch) == [0, 0]
+    assert f"resuming after step 4 from file://{tmp_path}/bucket/run/checkpoints" in capfd.readouterr().out
+    assert weights(tmp_path / "bucket/run", 6) == weights(tmp_path / "run", 6)
+    same_training(tmp_path / "bucket/run", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "cache-of-runs/runs").glob("*/*")] == [".lock"]
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

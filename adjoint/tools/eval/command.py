@@ -19,6 +19,8 @@ from adjoint.data.masking import Masking
 from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
+from adjoint.files.distributed_checkpoint import is_distributed_checkpoint
+from adjoint.files.remote import is_remote
 from adjoint.formats import file_kinds
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
@@ -67,7 +69,7 @@ def _parser() -> Flags:
         "grows by a few hidden states per token.",
     )
     add = parser.add
-    runs = f"a run's folder, a checkpoint, a folder of transformers, {file_kinds()}, "
+    runs = f"a run's folder or address, a checkpoint, a folder of transformers, {file_kinds()}, "
     runs += "or a name on the Hugging Face hub"
     add("runs", runs, metavar="RUN", nargs="+")
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
@@ -80,7 +82,7 @@ def _parser() -> Flags:
     add("--precision", precision, reads(Precision), default="auto")
     trust = "let Python code that comes with a folder or a name on the hub run: read it first"
     add("--trust-remote-code", trust, action="store_true")
-    add("--out", "folder for the results; default: eval in the first RUN", new_folder)
+    add("--out", "folder for the results; default: eval in the first RUN's folder, or here", new_folder)
     return parser
 
 
@@ -152,7 +154,8 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint, device)
     _placed(run_model.module, device, precision)
     trusted = config["model"].get("trust_remote_code", False)
-    results = checkpoint.parent.parent / "eval"
+    in_run = isinstance(checkpoint, Path) and not is_distributed_checkpoint(checkpoint)
+    results = Path(str(checkpoint.parent.parent)) / "eval" if in_run else Path("eval")
     masking = None
     if config["model"].get("bidirectional") is not None:
         settings = config["training"]
@@ -179,6 +182,8 @@ def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Modul
 def _model_folder(run: str) -> str | None:
     """Return the transformers folder that a name stands for, downloaded from the hub if need be; None if it
     names a run."""
+    if is_remote(run):
+        return None
     if Path(run).exists() or (RUNS / run).exists():
         refuse_adapter(Path(run), "adjoint eval")
         return run if holds_model(Path(run)) else None

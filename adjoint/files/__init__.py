@@ -7,11 +7,16 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from adjoint.errors import UserError
+
+LOCK = ".lock"
 
 # In errors of safetensors and of torch.save, where a disk is full.
 _DISK_REFUSES = ("Error while serializing", "I/O error", "inline_container", "StreamWriter", "iostream error")
@@ -122,6 +127,38 @@ def remove_unfinished(folder: Path, older_than: float = 0.0) -> None:
         with suppress(OSError):  # another process was quicker
             if _UNFINISHED.fullmatch(file.name) and time.time() - file.stat().st_mtime >= older_than:
                 file.unlink()
+
+
+def lock_folder(path: Path, called: str) -> int:
+    """Lock a folder against other processes of this machine; return the lock, a descriptor to close.
+
+    Args:
+        called: the run's folder in the user's words.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    descriptor = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"run.dir {called}: another process is writing to it; name another --run.dir"
+        ) from None
+    except (ImportError, OSError):  # no such locks on this system or file system: go on without
+        pass
+    return descriptor
+
+
+@contextmanager
+def folder_in_cache() -> Iterator[Path]:
+    """Make a folder for what is uploaded or was downloaded, beside the caches; it is removed at the end."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="transfer-") as folder:
+        yield Path(folder)
 
 
 def cache_folder() -> Path:
