@@ -12,6 +12,7 @@ from typing import NamedTuple
 from adjoint.files import write_atomically
 from adjoint.tools.measure.process import ROOT
 from benchmarks.bidirectional import Bidirectional
+from benchmarks.budgets import Budgets
 from benchmarks.chained_calls import ChainedCalls
 from benchmarks.checkpoints import Checkpoints
 from benchmarks.convergence.command import Convergence
@@ -173,6 +174,7 @@ FIGURES = [
            "--out benchmarks/results/avx512", None, WRAPPED),
     Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
            SCANS),
+    Figure("docs/which_method.md", Budgets(), "", "--lengths 1K --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/which_method.md", Checkpoints(), "", "--lengths 1K 2K",
            BINOMIAL),
     Figure("docs/results.md", Checkpoints(), "--model mamba --ways all 32 --lengths 16777216 67108864 "

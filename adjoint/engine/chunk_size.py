@@ -169,8 +169,9 @@ def chunk_size_for(
     """
     state = sizes.states / sizes.bytes_per_token  # in tokens whose activations take as much
     equal = int(min((seqlen * state) ** 0.5, math.inf if checkpoints is None else checkpoints * state))
-    if device != "cuda":
-        return max(64, sizes.busy // batch, equal)
+    if device != "cuda":  # kept outputs of attention and a shorter chunk together take a longer one's memory
+        busy = round(sizes.busy / (64 * (1 + ATTENTION_SHARE * sizes.has_attention))) * 64
+        return max(64, busy // batch, equal)
     memory = memory or UNKNOWN_MEMORY
     most = memory / 8 / sizes.bytes_per_token
     tokens = most if sizes.weights_on_host else min(busy_gpu_tokens(sizes, memory, batch * seqlen), most)

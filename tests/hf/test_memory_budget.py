@@ -106,7 +106,9 @@ def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
     bytes_per_token = (tape_bytes(1024) - tape_bytes(512)) / 512
     assert 8 * kept_features(model) == pytest.approx(bytes_per_token, rel=0.4)
     size = functools.partial(chunk_size_on, IDS.device, verification.sizes, 1)
-    assert size(2**12) == size(2**14) == 1024
+    # with kept outputs of attention a chunk of four fifths takes as much
+    usual = 832 if any(slot.grows is not None for slot in verification.slots) else 1024
+    assert size(2**12) == size(2**14) == usual
     states = sum(s.numel() * s.element_size() for s in zeros(verification.slots, 1, IDS.device) if s.numel())
-    long = max(1024, int((2**24 * states / (8 * kept_features(model))) ** 0.5))
-    assert size(2**24) == long and (long > 1024 or name in ("LlamaForCausalLM", "MixtralForCausalLM"))
+    long = max(usual, int((2**24 * states / (8 * kept_features(model))) ** 0.5))
+    assert size(2**24) == long and (long > usual or name in ("LlamaForCausalLM", "MixtralForCausalLM"))
