@@ -51,8 +51,14 @@ class Budgets(steps.StepBenchmark):
 
     def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
         """Return a point for each model and way, repeated in several processes."""
-        budgets = {f'`Exact(memory="{size}")`': {"method": "Exact", "memory": size} for size in BUDGETS}
-        ways = {LEAST: {"method": "Exact"}, **budgets, CHECKPOINTING: {"checkpointing": True}}
+        budgets: dict[str, Point] = {
+            f'`Exact(memory="{size}")`': {"method": "Exact", "memory": size} for size in BUDGETS
+        }
+        ways: dict[str, Point] = {
+            LEAST: {"method": "Exact"},
+            **budgets,
+            CHECKPOINTING: {"checkpointing": True},
+        }
         return [
             steps.Curve({"model": model, "way": way}, way, point, arguments, repeated=options.lengths)
             for model, (point, plain) in MODELS.items()

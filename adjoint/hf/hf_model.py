@@ -100,12 +100,12 @@ class HFModel:
     ) -> ChunkedStep:
         verification = self.verification
         context = CallContext.from_call(call, verification.padding_of(call), verification.parts)
+        if spec.storage.keep != "edges" and group is None:
+            context = context._replace(divide=self._divide(call))
         if collect is None and self.temperature is None:
             method, fetches = verification.wrap_state.method, verification.fetches
             factor = verification.router_loss_factor if call.kind.routed else 1.0
             hidden_states = None if call.logits_index is None else _hidden_states_for_logits(call, batch)
-            if spec.storage.keep != "edges" and group is None:
-                context = context._replace(divide=self._divide(call))
             self.stage = CausalLM.from_call(
                 call, verification.slots, method, fetches, factor, context, hidden_states
             )
@@ -127,7 +127,8 @@ class HFModel:
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""
         segments = segments_on(batch.ids.device, self.verification.sizes, batch.rows, batch.seqlen)
-        if segments is None or not call.has_labels or self._divide(call) is None:
+        is_trained = call.has_labels or torch.is_grad_enabled()
+        if segments is None or not is_trained or self._divide(call) is None:
             return spec
         return spec.in_segments(*segments)
 

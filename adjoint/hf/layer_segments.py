@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from adjoint.engine.grid import Storage
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
-from adjoint.engine.verification import Refused
+from adjoint.engine.verification import Refused, WeightedSum
 from adjoint.hf.call import CallKind
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
@@ -57,8 +57,8 @@ class LayerSegments:
         self.shared_positions = SharedPositions()
         self._parts: dict[range, tuple[PreTrainedModel, StageParts]] = {}
 
-    def divide(self, lm: CausalLM, layers: int) -> Sequence[Stage]:
-        """Return stages of so many layers each that together are `lm`, a model's only stage."""
+    def divide(self, lm: Backbone, layers: int) -> Sequence[Stage]:
+        """Return stages of so many layers each that together are `lm`, with or without a head."""
         n = self.description.n_layer
         spans = [range(start, min(start + layers, n)) for start in range(0, n, layers)]
         if len(spans) == 1:
@@ -70,7 +70,7 @@ class LayerSegments:
             context = lm.context._replace(parts=parts, divide=None)
             slots = [slot for slot in lm.slots if slot.layer in span]
             stages.append(Backbone(model, slots, recompute=lm.recompute, fetches=lm.fetches, context=context))
-        return [*stages, LossHead(lm)]
+        return [*stages, LossHead(lm)] if isinstance(lm, CausalLM) else stages
 
     def _make_part(self, model: PreTrainedModel, span: range) -> tuple[PreTrainedModel, StageParts]:
         """Return the model with the layers of `span` alone, made once, without the head."""
@@ -101,8 +101,6 @@ def segments_of(verification: Verification) -> LayerSegments | None:
 def _examine(verification: Verification) -> LayerSegments | str:
     """Return the model's segments, or why it is not divided."""
     model = verification.model
-    if model.get_output_embeddings() is None or backbone_of(model) is model:
-        return "it has no head of its own"
     ids = example_tokens(model)[0]
     try:
         with calling_original_forwards(model), in_eval_mode(model):
@@ -131,14 +129,19 @@ def _compare_segments(
         Refused: they differ.
     """
 
+    kind = CallKind(loss=backbone_of(model) is not model)
+
     def by_segments(copied: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
-        call, slots = example_call(copied, ids, labels, CallKind()), find_slots(copied, ids)
+        call, slots = example_call(copied, ids, labels, kind), find_slots(copied, ids)
         context = CallContext(divide=LayerSegments(description, last_products).divide)
-        stage = CausalLM.from_call(call, slots, Exact(), context=context)
         spec = dataclasses.replace(TRIAL_SPEC, storage=Storage("inputs"))
+        if not kind.loss:
+            backbone = Backbone(copied, slots, context=context)
+            return make_step([backbone, WeightedSum()], call.batch()[0], spec)
+        stage = CausalLM.from_call(call, slots, Exact(), context=context)
         return make_step([stage], call.batch()[0], spec)
 
-    by_whole, _ = gradient_functions(Exact(), CallKind())
+    by_whole, _ = gradient_functions(Exact(), kind)
     with nan_for_zeros():
         compare(model, by_whole, gradients_by_engine(by_segments), SPANS)
 

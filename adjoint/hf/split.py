@@ -57,7 +57,7 @@ class Pretrained:
         costs: multiply-adds per token of each layer; the last includes the head's.
         features: from `kept_features`.
         names: of all parameters, in the model's order; a tied table has the embedding's name.
-        embedding, head: names of the tables at both ends.
+        embedding, head: names of the tables at both ends; head is "" if the model has none.
         multiplier: by which the backbone multiplies embeddings it is given.
         buffers: of the model that was examined, such as rotary frequencies.
     """
@@ -128,7 +128,9 @@ class Pretrained:
         removed = [getattr(backbone, name) for name in self.last if not is_last]
         tables = zip((self.embedding, self.head), ends, strict=True)
         removed += [
-            model.get_submodule(table.rpartition(".")[0]) for table, is_included in tables if not is_included
+            model.get_submodule(table.rpartition(".")[0])
+            for table, is_included in tables
+            if table and not is_included
         ]
         memo: dict[int, object] = {id(module): nn.Identity() for module in removed}
         for k, layer in enumerate(getattr(backbone, self.layers)):
@@ -216,13 +218,14 @@ def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
         order, outputs = _trace_layers(model, backbone, layers, input_ids[:, :2])
     names = {module: name for name, module in backbone.named_children()}
     modules_after = tuple(names[m] for m in order[order.index(layers[-1]) + 1 :] if m in names)
+    head_module = model.get_output_embeddings()
     embedding, head = (
-        next(n for n, m in model.named_modules() if m is module) + ".weight"
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        "" if module is None else next(n for n, m in model.named_modules() if m is module) + ".weight"
+        for module in (model.get_input_embeddings(), head_module)
     )
     experts: int | None = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     costs = [_multiply_adds(layer, experts) for layer in layers]
-    costs[-1] += float(model.get_output_embeddings().weight.numel())
+    costs[-1] += 0.0 if head_module is None else float(head_module.weight.numel())
     return Pretrained(
         original_class(model),
         model.config,

@@ -79,7 +79,7 @@ from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 
-Divide = Callable[["CausalLM", int], Sequence[Stage]]
+Divide = Callable[["Backbone", int], Sequence[Stage]]
 # Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
 WEIGHTS = f"{PREFIX}weights"
 
@@ -238,7 +238,7 @@ class Backbone(Stage):
         self.logit_scale = functools.cache(self.stage_parts.logit_scale)
 
     def divided(self, layers: int, state: State) -> list[tuple[Stage, State]]:
-        if self.context.divide is None or not isinstance(self, CausalLM):
+        if self.context.divide is None:
             return [(self, state)]
         rest, stages = iter(state), self.context.divide(self, layers)
         return [(stage, tuple(itertools.islice(rest, len(stage.grows)))) for stage in stages]

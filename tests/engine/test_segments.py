@@ -20,7 +20,7 @@ from adjoint.errors import UserError
 from adjoint.kernels.unread import unread
 from tests.both_kinds import ModelOfEitherKind
 from tests.fuzz.oracle import same
-from tests.hf.hf_models import make
+from tests.hf.hf_models import float64_throughout, make
 from tests.model_helpers import make_model
 
 MIXED = ["mamba2", "attention", "mamba", "gated_deltanet", "mamba"]
@@ -65,6 +65,34 @@ def test_gradients_by_segments_are_those_of_backpropagation(
             same(model.results(Exact(8, segment_layers=length), inputs), expected)
             embedding = name == "stack" and length == 1  # a stage of its own, as with keep="inputs"
             assert numbers[-1] == (-(-layers // length) + 1 + embedding if length < layers else 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["stack", BAMBA, *(pytest.param(n, marks=pytest.mark.slow) for n in WRAPPED[1:])]
+)
+def test_hidden_states_by_segments_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, numbers = model_of(name), stages_in(monkeypatch)
+    ids = torch.randint(0, 17, (2, 61), generator=torch.Generator().manual_seed(4))
+    weights = torch.randn(2, 61, 1, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs = model.inputs(ids)
+    expected = model.results(None, inputs, weights)
+    for length in (1, 2):
+        same(model.results(Exact(8, segment_layers=length), inputs, weights), expected)
+        assert numbers[-1] > 2
+
+
+def test_log_probabilities_by_segments_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, numbers = torch.randint(3, 20, (2, 29)), stages_in(monkeypatch)
+    mask = torch.arange(29).expand(2, -1) > 4
+    results = []
+    for method in (Exact(29), Exact(8, segment_layers=1)):
+        model = adjoint.wrap(make(BAMBA), method)
+        with float64_throughout():
+            values = adjoint.token_logprobs(model, ids, mask)
+            values.square().sum().backward()
+        results.append({name: p.grad for name, p in model.named_parameters()} | {"loss": values.detach()})
+    same(*results)
+    assert numbers[-1] > 2
 
 
 @pytest.mark.parametrize("name", ["stack", BAMBA])
