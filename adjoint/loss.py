@@ -73,10 +73,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if backward_follows and not keeps_factors:
             d_weight = torch.zeros_like(weight, dtype=dtype)
         is_fused = hidden.device.type in FUSED_DEVICES and shard is None and weights is None
+        marks = _target_marks(targets, dtype) if is_fused and backward_follows else None
         for start in range(0, tokens, slice_tokens):
             h, y = hidden[start : start + slice_tokens], targets[start : start + slice_tokens]
             if is_fused:
-                slice_loss, d_logits = _softmax_loss(h @ weight.T, y, dtype, backward_follows)
+                marks_of_slice = marks and TargetMarks(*(t[start : start + slice_tokens] for t in marks))
+                slice_loss, d_logits = _softmax_loss(h @ weight.T, y, dtype, marks_of_slice)
             else:
                 slice_weights = None if weights is None else weights[start : start + slice_tokens].to(dtype)
                 logits = (h @ weight.T).to(dtype)
@@ -86,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = loss + slice_loss
             if d_hidden is not None and d_logits is not None:
                 d_logits = d_logits.to(h.dtype)
-                d_hidden[start : start + slice_tokens] = d_logits @ weight
+                torch.mm(d_logits, weight, out=d_hidden[start : start + slice_tokens])
                 if d_weight is None:
                     ctx.save_for_backward(d_hidden, d_logits, hidden)
                 elif h.dtype == dtype:
@@ -111,10 +113,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None
 
 
+class TargetMarks(NamedTuple):
+    """What the gradient of logits needs to know of targets, (tokens, 1) each.
+
+    Attributes:
+        labels: the targets, 0 where they are ignored. ignored: where they are.
+        minus_one: -1, to be added to the probabilities of labels.
+    """
+
+    labels: Tensor
+    ignored: Tensor
+    minus_one: Tensor
+
+
+def _target_marks(targets: Tensor, dtype: torch.dtype) -> TargetMarks:
+    column = targets.unsqueeze(1)
+    minus_one = column.new_full((), -1, dtype=dtype).expand_as(column)
+    return TargetMarks(column.clamp(0), column == IGNORE_INDEX, minus_one)
+
+
 def _softmax_loss(
-    logits: Tensor, targets: Tensor, dtype: torch.dtype, backward_follows: bool
+    logits: Tensor, targets: Tensor, dtype: torch.dtype, marks: TargetMarks | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy of logits, and its gradient in their dtype, or None.
+    """Return the summed cross-entropy of logits, and its gradient in their dtype, or None without marks.
 
     It computes in `dtype`, by half of `_loss_in_place`'s launches.
 
@@ -123,13 +144,11 @@ def _softmax_loss(
     """
     log_probabilities = torch.log_softmax(logits, 1, dtype=dtype)
     loss = F.nll_loss(log_probabilities, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    if not backward_follows:
+    if marks is None:
         return loss, None
-    ignored = (targets == IGNORE_INDEX).unsqueeze(1)
     d_logits = log_probabilities.exp_()
-    minus_one = d_logits.new_full((), -1).expand(len(targets), 1)
-    d_logits.scatter_add_(1, targets.clamp(0).unsqueeze(1), minus_one)
-    return loss, d_logits.masked_fill_(ignored, 0).to(logits.dtype)
+    d_logits.scatter_add_(1, marks.labels, marks.minus_one)
+    return loss, d_logits.masked_fill_(marks.ignored, 0).to(logits.dtype)
 
 
 def _loss_in_place(
