@@ -1,7 +1,8 @@
 """Write the tables of docs/models_classes.md: try every class of tests/hf/hf_models.py and
 multimodal_models.py, and all other causal LMs that transformers has. And the table of docs/models_calls.md:
 calls with caches, padding and documents of every recurrent class. Takes some minutes; less with
-`--multimodal` or `--calls`, which write the table of multimodal classes or that of calls alone.
+`--multimodal` or `--calls`, which write the table of multimodal classes or that of calls alone. What
+`scripts.tested_classes` writes from the tables follows.
 
 python -m scripts.model_classes
 """
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import adjoint
 from adjoint.hf.transformers_api import CACHE_NAMES
 from benchmarks.report import ROOT, put_table
+from scripts import tested_classes
 from tests.hf.hf_models import (
     FAMILIES,
     MODELS,
@@ -443,10 +445,12 @@ def main() -> None:
         return
     put_table(PAGE, "multimodal table", multimodal_table())
     if "--multimodal" in sys.argv:
+        tested_classes.write()
         return
     lines = (f"- {o} ({len(n)}): {', '.join(n)}\n" for o, n in try_other_classes().items() if n)
     put_table(PAGE, "classes table", classes_table())
     put_table(PAGE, "others table", "".join(lines))
+    tested_classes.write()
 
 
 if __name__ == "__main__":
