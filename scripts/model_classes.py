@@ -165,23 +165,6 @@ BY_HAND: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
         **{"num_experts": 4, "num_experts_per_tok": 2},
     },
-    "Inkling2LoopForCausalLM": {
-        **TINY,
-        "unpadded_vocab_size": VOCAB,
-        **dict.fromkeys(("swa_num_attention_heads", "n_routed_experts", "d_rel", "loop_gate_rank"), 4),
-        **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok"), 2),
-        **dict.fromkeys(("head_dim", "swa_head_dim"), 6),
-        **{"sliding_window_size": 5, "rel_extent": 16, "moe_intermediate_size": 16},
-        **{"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3},
-        **{"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
-        "n_layers_per_attn_res_block": 2,
-    },
-    "DoryForCausalLM": {
-        **TEXT,
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
-        **{"n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2, "n_recurrent_loops": 2},
-    },
     "RwkvForCausalLM": {
         **{"vocab_size": VOCAB, "hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 40},
         **{"num_hidden_layers": 3, "context_length": 64, "bos_token_id": 1, "eos_token_id": 2},
@@ -295,8 +278,8 @@ def multimodal_table() -> str:
 
 # ------------------------------------------------------------------------------------- the table of calls
 
-# Recurrent or looped classes that are in no table of the tests.
-MORE_RECURRENT = ("LaraMiniForCausalLM", "Inkling2LoopForCausalLM", "DoryForCausalLM", "RwkvForCausalLM")
+# Recurrent classes that are in no table of the tests.
+MORE_RECURRENT = ("LaraMiniForCausalLM", "RwkvForCausalLM")
 CALL_COLUMNS = {
     **{f"`{name}=`": ("cache", name) for name in CACHE_NAMES},
     "padding at the left": ("padding", "none"),

@@ -28,6 +28,7 @@ from adjoint.hf.transformers_api import (
     REQUIRED_CACHE_CLASS,
     CacheLayerMixin,
     LinearAttentionLayer,
+    looped_layers,
     recurrent_layers_unnamed,
 )
 from adjoint.kernels.attention import join
@@ -399,6 +400,7 @@ class ChunkCache(DynamicCache):
             layers = [LinearAttentionLayer(number_of_states=states) for _ in range(number)]
         for index in recurrent_layers_unnamed(config):
             layers[index] = LinearAttentionLayer()
+        layers = [*layers, *(layers[k] for k in looped_layers(config.get_text_config()))]
         self.empty_layers = [_to_chunk_layer(layer) for layer in layers]
         self.layers: list[_StateLayer] = self.layers_with_state((), (), 0)
 

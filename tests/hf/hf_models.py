@@ -132,6 +132,27 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "InklingForCausalLM": INKLING,
         "Inkling2ForCausalLM": INKLING,
     },
+    "looped depth": {  # some layers run again, each time with keys, values and tails of their own
+        "Inkling2LoopForCausalLM": {
+            **{
+                "num_hidden_layers": 6,
+                "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+                "num_experts_per_tok": 2,
+            },
+            **{
+                "loop_layer_index_start": 2,
+                "loop_layer_index_end": 4,
+                "loop_num_passes": 3,
+                "loop_gate_rank": 4,
+            },
+            "n_layers_per_attn_res_block": 2,
+        },
+        "DoryForCausalLM": {
+            **WINDOW,
+            **{"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2, "n_recurrent_loops": 3},
+        },
+    },
     "attention": {
         "LlamaForCausalLM": {},
         "Qwen3ForCausalLM": {},
