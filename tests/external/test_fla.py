@@ -27,6 +27,7 @@ from adjoint.hf.kernels.fla_mixers import MIXERS
 from adjoint.hf.split import describe
 from tests.engine.test_sequence import CUTS
 from tests.external.references import in_float64
+from tests.hf.hf_models import float64_throughout
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -84,6 +85,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "residual_in_fp32": False,
     },
+    "GatedDeltaProduct": {"head_dim": 8, "num_householder": 3, "use_forget_gate": True},
+    "GatedDeltaProduct, negative": {"head_dim": 8, "num_householder": 2, "allow_neg_eigval": True},
+    "Comba": {"head_dim": 8},
+    "Comba, plain": {"head_dim": 6, "use_output_gate": False, "use_output_correction": False},
+    "PrecondGatedDeltaNet": {"head_dim": 8},
+    "PrecondGatedDeltaNet, grouped": {"head_dim": 8, "num_v_heads": 4, "allow_neg_eigval": True},
+    "PrecondKDA": {"head_dim": 8},
+    "LightNet": {"expand_ratio": 6, "gate_low_rank_dim": 4},
+    "Rodimus": {"block_type": "rodimus", "expand_ratio": 6, "num_heads": None, "residual_in_fp32": False},
+    "GatedDeltaNet, hybrid": {"head_dim": 8, "attn": {"layers": [1], "num_heads": 3}},
+    "GLA, hybrid": {
+        "num_hidden_layers": 3,
+        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5, "qkv_bias": True},
+    },
+    "Samba": {
+        "num_hidden_layers": 4,
+        "state_size": 3,
+        "attn": {"layers": [1, 3], "num_heads": 2, "window_size": 6},
+    },
+    "Transformer": {"num_kv_heads": 1, "qk_norm": True},
     "LinearAttention": {},
     "LinearAttention, plain": {
         "feature_map": "elu",
@@ -99,6 +120,7 @@ def make(name: str, **more: Any) -> Any:
 
     torch.manual_seed(0)
     kind = name.partition(",")[0]
+    fla.layers.attn.flash_attn_func = attention  # without flash-attn there are no models with attention
     sizes = {k: v for k, v in SIZES.items() if not (kind.startswith("Mamba") and k in NOT_OF_MAMBA)}
     config = getattr(fla.models, f"{kind}Config")(**{**sizes, **MODELS.get(name, {}), **more})
     model = getattr(fla.models, f"{kind}ForCausalLM")(config).double().train()
@@ -136,6 +158,87 @@ def delta_rule(kind: str) -> Any:
         return naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0], None
 
     return rule
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: Any = (-1, -1)) -> Tensor:
+    assert causal and q.shape[1] == k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    age = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    seen = (age >= 0) & (age <= (window_size[0] if window_size[0] >= 0 else len(age)))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+def delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, num_householder: int, **has: Any
+) -> Any:
+    from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
+
+    assert has["use_qk_l2norm_in_kernel"]
+    scale = q.shape[-1] ** -0.5
+    inputs = unit(q), unit(k), v, g, beta, scale, None, has.get("initial_state")
+    return naive_recurrent_gated_delta_product(*inputs, True, num_householder)
+
+
+def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, **has: Any) -> Any:
+    from fla.ops.comba.naive import naive_recurrent_comba
+
+    inputs = unit(q), unit(k), v, unit(p), beta, g, None, has.get("initial_state")
+    return naive_recurrent_comba(*inputs, output_final_state=True)
+
+
+def preconditioned(q: Tensor, k: Tensor, v: Tensor, **has: Any) -> Any:
+    from fla.ops.precond_gated_delta_rule import naive as gated_naive
+    from fla.ops.precond_kda.naive import naive_recurrent_precond_kda
+
+    names = (
+        "g",
+        "beta",
+        "g_atk",
+        "beta_atk",
+        "initial_state",
+        "initial_A_state",
+        "x",
+        "eps",
+        "log_atk_scale",
+    )
+    inputs = {name: has[name] for name in names if name in has}
+    inputs |= {"q": unit(q), "k": unit(k), "v": v, "output_final_state": True}
+    if inputs["g"].dim() == 4:
+        return naive_recurrent_precond_kda(**inputs)
+    with pytest.MonkeyPatch.context() as patch:  # it divides by norms without an epsilon
+        patch.setattr(gated_naive.F, "normalize", lambda x, **_: x)
+        return gated_naive.naive_recurrent_precond_gated_delta_rule(**inputs)
+
+
+def lightnet(q: Tensor, k: Tensor, v: Tensor, state_v_first: bool, **has: Any) -> Any:
+    """Each channel of the keys weighs the tokens so far by a softmax; fla has no reference of it."""
+    assert state_v_first and has.get("initial_state") is None
+    logits = k[:, None].expand(-1, k.shape[1], -1, -1, -1)  # (batch, query, token, heads, d_k)
+    later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    weights = logits.masked_fill(later[None, :, :, None, None], float("-inf")).softmax(2)
+    states = torch.einsum("bqthk,bthv->bqhvk", weights, v)
+    o = torch.einsum("bqhk,bqhvk->bqhv", q * q.shape[-1] ** -0.5, states)
+    return o, (states[:, -1], k.logsumexp(1, keepdim=True))
+
+
+def kda_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: Any = None) -> Tensor:
+    from fla.ops.kda.gate import naive_kda_gate
+
+    assert lower_bound is None
+    return naive_kda_gate(g, A_log, dt_bias)
+
+
+def gated_norm_linear(
+    x: Any, g: Any, norm_weight: Any, norm_bias: Any, linear_weight: Any, linear_bias: Any
+) -> Any:
+    return F.linear(
+        gated_norm(x, g, weight=norm_weight, bias=norm_bias, eps=1e-6), linear_weight, linear_bias
+    )
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Any:
@@ -278,6 +381,16 @@ PLACES = {
     "layers.gla": {"chunk_gla": gla, "fused_recurrent_gla": gla},
     "layers.hgrn2": {"fused_recurrent_gla": gla, "swish": F.silu, "rms_norm_linear": norm_linear},
     "layers.gsa": {"fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear},
+    "layers.gated_deltaproduct": {"chunk_gated_delta_product": delta_product},
+    "layers.comba": {"chunk_comba": comba},
+    "layers.precond_gated_deltanet": {"chunk_precond_gated_delta_rule": preconditioned},
+    "layers.precond_kda": {"chunk_precond_kda": preconditioned, "fused_kda_gate": kda_gate},
+    "layers.lightnet": {
+        "fused_recurrent_lightnet": lightnet,
+        "rms_norm_swish_gate_linear": gated_norm_linear,
+    },
+    "layers.rodimus": {"chunk_gla": gla, "fused_recurrent_gla": gla},
+    "layers.attn": {"flash_attn_func": attention},
     "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
     "layers.rwkv7": {
         "chunk_rwkv7": rwkv7,
@@ -458,8 +571,9 @@ def test_gradients_are_those_of_fla_s_references(
     ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
     loss, expected = by_references(model, input_ids=ids, labels=ids)
     adjoint.wrap(model, Exact(4))
-    got = model(input_ids=ids, labels=ids).loss
-    got.backward()
+    with float64_throughout():  # for layers' own casts
+        got = model(input_ids=ids, labels=ids).loss
+        got.backward()
     assert relative(got.detach(), loss) <= 1e-12
     for key, parameter in model.named_parameters():
         assert relative(parameter.grad, expected[key]) <= 1e-10, key
@@ -479,6 +593,15 @@ def test_gradients_are_those_of_fla_s_references(
         "RWKV7",
         "Mamba",
         "Mamba2, limited",
+        "GatedDeltaProduct",
+        "Comba",
+        "PrecondGatedDeltaNet, grouped",
+        "PrecondKDA",
+        "LightNet",
+        "Rodimus",
+        "GLA, hybrid",
+        "Samba",
+        "Transformer",
     ],
 )
 def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,14 +615,16 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)  # no token predicts another document's
     with pytest.warns(UserWarning, match="own forward lets documents attend to earlier ones"):
-        model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
+        with float64_throughout():
+            model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
     for key, parameter in model.named_parameters():
         expected = sum(share * gradients[key] for share, (_, gradients) in zip(shares, alone, strict=True))
         assert relative(parameter.grad, expected) <= 1e-10, key
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids[:, : lengths[0]]], dim=1)
     places = torch.arange(padded.shape[1])[None]
     labels = padded.masked_fill(places <= 3, -100)
-    loss = model(input_ids=padded, labels=labels, attention_mask=(places >= 3).long()).loss
+    with float64_throughout():
+        loss = model(input_ids=padded, labels=labels, attention_mask=(places >= 3).long()).loss
     assert relative(loss.detach(), alone[0][0]) <= 1e-12
 
 
@@ -516,7 +641,11 @@ def shared(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "RWKV7", "Mamba2"]
+    "name",
+    [
+        *("KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "RWKV7", "Mamba2"),
+        *("GatedDeltaProduct", "PrecondKDA", "LightNet", "GatedDeltaNet, hybrid", "Samba"),
+    ],
 )
 def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, shared, name)

@@ -1,6 +1,6 @@
 """Forwards in the places of flash-linear-attention's mixers, which go on from a cache's states.
 
-Its Mamba and Mamba-2 go on from states by single tokens alone."""
+Its Mamba and Mamba-2 go on from states by single tokens alone, and its attention needs flash-attn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.hf.cache import RecurrentLayer
+from adjoint.hf.cache import AttentionLayer, RecurrentLayer
+from adjoint.kernels.attention import causal_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.selective_scan import selective_scan
@@ -117,6 +118,41 @@ def _mamba2(
     return module.out_proj(y), None
 
 
+class _Attention(nn.Module):
+    """Attributes of fla's Attention."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+    rotary: nn.Module
+    qk_norm: bool
+    head_dim: int
+    window_size: int | None
+    max_position_embeddings: int | None
+
+
+def _attention(
+    module: _Attention,
+    cache: AttentionLayer,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,  # of padding behind a chunk's tokens, which no token sees
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Run attention with rotary positions on a chunk."""
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+    if module.qk_norm:
+        q, k = module.q_norm(q), module.k_norm(k)
+    longest = max(cache.past_length + q.shape[1], module.max_position_embeddings or 0)
+    q, k = module.rotary(q, k, seqlen_offset=cache.past_length, max_seqlen=longest, cu_seqlens=None)
+    keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2))
+    y = causal_attention(q.transpose(1, 2), keys, values, module.window_size)
+    return module.o_proj(y.transpose(1, 2).flatten(-2)), None
+
+
 def _mixer_conv(module: _Mamba | _Mamba2, cache: RecurrentLayer, x: Tensor) -> Tensor:
     """Convolve x (batch, seqlen, channels) from the cache's tail on, and store the new tail."""
     weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
@@ -132,4 +168,8 @@ def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 # By the name of fla's class.
-MIXERS: dict[str, Callable[..., tuple[Tensor, None]]] = {"Mamba": _mamba, "Mamba2": _mamba2}
+MIXERS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    "Mamba": _mamba,
+    "Mamba2": _mamba2,
+    "Attention": _attention,
+}
