@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.fla import delta_rules
+from adjoint.fla import delta_rule_variants
 from adjoint.fla.arguments import documents, refuse_arguments, scaled
 from adjoint.fla.gated_linear_attention import gated_linear_attention
 from adjoint.kernels.attention import causal_attention
@@ -48,9 +48,33 @@ LAYERS = (
     "PrecondKDA",
     "LightNetAttention",
     "RodimusAttention",
+    "Raven",
     "Attention",
+    "MultiheadLatentAttention",
 )
 SUBMODULES = ("LerpLinear", "DDLerpLinear", "LoRA")  # of these layers, in the same Python modules
+
+
+# Classes of fla that cannot run by chunks, each with what it needs or lacks.
+UNSUPPORTED = {
+    "ABCAttention": "its slots are a softmax over earlier tokens, by a function of fla's that has none here",
+    "BitAttention": "its linear maps round activations in kernels of fla's that run on GPUs alone",
+    "CATModel": "it compresses pieces of the whole sequence, and has no cache that several tokens go on from",
+    "CyclicFlowAttention": "its memory's slots move by a clock, by a function of fla's that has none here",
+    "DeltaFormerAttention": "each token's values depend on all earlier ones by a triangular system",
+    "ForgettingAttention": "its keys decay from token to token, and chunks carry keys without decays",
+    "LogLinearMamba2": "its number of states grows with the logarithm of the length",
+    "Mamba3": "fla's own runs on GPUs alone, so nothing can be compared; a Stack has mixer='mamba3'",
+    "MesaNet": "it solves a linear system for each token, by a function of fla's that has none here",
+    "MoBA": "it attends to all keys where it has a cache, and to the blocks that it picks where it has none",
+    "MomAttention": "it packs tokens by the memory that they are sent to; a chunk has one state per layer",
+    "NativeSparseAttention": "it picks blocks of keys by their means, in kernels that run on GPUs alone",
+    "PaTHAttention": "each later token transforms the keys of all earlier ones",
+    "Parallax": "it corrects attention by a second set of scores, by a function of fla's that has none here",
+    "StickBreakingAttention": "a key's weight depends on those of all later ones",
+    "WallAttention": "its keys decay by channel from token to token, and chunks carry keys without decays",
+    "YOCOModel": "half of its layers read keys that another layer of theirs holds",
+}
 
 
 def is_of_fla(thing: object) -> bool:
@@ -68,7 +92,7 @@ is_class_of_fla: Callable[[type], bool] = functools.cache(_is_class_of_fla)
 
 def attention_windows(config: object) -> dict[int, int | None]:
     """Map each layer of attention in one of fla's models to its window, or None for no window."""
-    if getattr(config, "model_type", "") == "transformer":
+    if getattr(config, "model_type", "") in ("transformer", "mla"):
         return dict.fromkeys(range(vars(config)["num_hidden_layers"]), vars(config)["window_size"])
     specs = getattr(config, "attn", None) or []
     specs = [specs] if isinstance(specs, dict) else specs
@@ -78,6 +102,8 @@ def attention_windows(config: object) -> dict[int, int | None]:
 def why_not(module: nn.Module) -> str | None:
     """Return the reason why one of fla's modules is known not to work by chunks, or None."""
     kind = type(module)
+    if kind.__name__ in UNSUPPORTED:
+        return f"fla's {kind.__name__} is not supported: {UNSUPPORTED[kind.__name__]}"
     if kind.__module__.startswith("fla.layers.") and kind.__name__ not in (*LAYERS, *SUBMODULES):
         return f"fla's {kind.__name__} is not supported; {', '.join(LAYERS)} are"
     config = getattr(module, "config", None)
@@ -746,13 +772,13 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
         f"{prefix}_{name}": function
         for prefix in ("chunk", "fused_recurrent")
         for name, function in (
-            ("comba", delta_rules.comba),
-            ("precond_gated_delta_rule", delta_rules.preconditioned),
-            ("precond_kda", delta_rules.preconditioned),
+            ("comba", delta_rule_variants.comba),
+            ("precond_gated_delta_rule", delta_rule_variants.preconditioned),
+            ("precond_kda", delta_rule_variants.preconditioned),
             ("lightnet", _lightnet),
         )
     },
-    "chunk_gated_delta_product": delta_rules.delta_product,
+    "chunk_gated_delta_product": delta_rule_variants.delta_product,
     "fused_kda_gate": _kda_gate,
     "flash_attn_func": _attention,
     "flash_attn_varlen_func": _attention_of_documents,

@@ -7,6 +7,7 @@ and lines of PyTorch where it has none. Nothing of ours is among them. Skipped w
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn": {"layers": [1, 3], "num_heads": 2, "window_size": 6},
     },
     "Transformer": {"num_kv_heads": 1, "qk_norm": True},
+    "MLA": {
+        **{"q_lora_rank": 5, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+        **{"qk_head_dim": 10, "v_head_dim": 8},
+    },
+    "MLA, window": {
+        **{"q_lora_rank": None, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+        **{"qk_head_dim": 10, "v_head_dim": 10, "window_size": 5},
+    },
+    "Raven": {"num_slots": 6, "topk": 2, "add_gumbel_noise": False},
+    "Raven, decays per slot": {"num_slots": 6, "topk": 3, "add_gumbel_noise": False, "decay_type": "GLA"},
     "LinearAttention": {},
     "LinearAttention, plain": {
         "feature_map": "elu",
@@ -120,7 +131,9 @@ def make(name: str, **more: Any) -> Any:
 
     torch.manual_seed(0)
     kind = name.partition(",")[0]
-    fla.layers.attn.flash_attn_func = attention  # without flash-attn there are no models with attention
+    for module in [*sys.modules.values()]:  # without flash-attn there are no models with attention
+        if getattr(module, "__name__", "").startswith("fla.layers.") and "flash_attn_func" in vars(module):
+            vars(module).update(flash_attn_func=attention, flash_attn_varlen_func=attention)
     sizes = {k: v for k, v in SIZES.items() if not (kind.startswith("Mamba") and k in NOT_OF_MAMBA)}
     config = getattr(fla.models, f"{kind}Config")(**{**sizes, **MODELS.get(name, {}), **more})
     model = getattr(fla.models, f"{kind}ForCausalLM")(config).double().train()
@@ -305,8 +318,10 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **has: Any) -> 
     return o.transpose(1, 2), state
 
 
-def norm_linear(x: Tensor, norm_weight: Any, norm_bias: Any, linear_weight: Tensor, linear_bias: Any) -> Any:
-    return F.linear(norm(x, norm_weight, norm_bias, eps=1e-5), linear_weight, linear_bias)
+def norm_linear(
+    x: Tensor, norm_weight: Any, norm_bias: Any, linear_weight: Tensor, linear_bias: Any, eps: float = 1e-5
+) -> Any:
+    return F.linear(norm(x, norm_weight, norm_bias, eps=eps), linear_weight, linear_bias)
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, residual: Any, eps: float, prenorm: bool, **_: Any) -> Any:
@@ -391,6 +406,8 @@ PLACES = {
     },
     "layers.rodimus": {"chunk_gla": gla, "fused_recurrent_gla": gla},
     "layers.attn": {"flash_attn_func": attention},
+    "layers.mla": {"flash_attn_func": attention},
+    "layers.raven": {"chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear},
     "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
     "layers.rwkv7": {
         "chunk_rwkv7": rwkv7,
@@ -417,33 +434,32 @@ PLACES = {
 ACTIVATIONS = {"act": F.silu, "gate_fn": F.silu, "act_fn": lambda x: F.relu(x).square()}
 
 
+def run_by_references(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of a copy of an unwrapped model."""
+    model = copy.deepcopy(model)
+    model.config.fuse_cross_entropy = False
+    for module in model.modules():
+        for name, activation in ACTIVATIONS.items():
+            if name in vars(module):
+                setattr(module, name, activation)
+    with pytest.MonkeyPatch.context() as theirs:
+        for module, functions in PLACES.items():
+            for name, function in functions.items():
+                reference = delta_rule(function) if isinstance(function, str) else function
+                theirs.setattr(sys.modules[f"fla.{module}"], name, reference)
+        in_float64(theirs)
+        theirs.setattr(sys.modules["fla.ops.kda.gate"].naive_kda_gate, "__defaults__", (None, torch.float64))
+        lower = sys.modules["fla.ops.kda.gate"].naive_kda_lowerbound_gate
+        theirs.setattr(lower, "__defaults__", (*lower.__defaults__[:-1], torch.float64))
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
 @pytest.fixture
-def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
+def by_references() -> Any:
     """A way to run an unwrapped model: loss and gradients."""
-
-    def run(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        model = copy.deepcopy(model)
-        model.config.fuse_cross_entropy = False
-        for module in model.modules():
-            for name, activation in ACTIVATIONS.items():
-                if name in vars(module):
-                    setattr(module, name, activation)
-        with monkeypatch.context() as theirs:
-            for module, functions in PLACES.items():
-                for name, function in functions.items():
-                    found = delta_rule(function) if isinstance(function, str) else function
-                    theirs.setattr(sys.modules[f"fla.{module}"], name, found)
-            in_float64(theirs)
-            theirs.setattr(
-                sys.modules["fla.ops.kda.gate"].naive_kda_gate, "__defaults__", (None, torch.float64)
-            )
-            lower = sys.modules["fla.ops.kda.gate"].naive_kda_lowerbound_gate
-            theirs.setattr(lower, "__defaults__", (*lower.__defaults__[:-1], torch.float64))
-            loss = model(**batch, use_cache=False).loss
-            loss.backward()
-        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-    return run
+    return run_by_references
 
 
 KEYS_AND_VALUES = {"q": "bthk", "k": "bthk", "v": "bthv"}
@@ -602,6 +618,8 @@ def test_gradients_are_those_of_fla_s_references(
         "GLA, hybrid",
         "Samba",
         "Transformer",
+        "MLA",
+        "Raven",
     ],
 )
 def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,9 +632,9 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     adjoint.wrap(model, Exact(4))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)  # no token predicts another document's
-    with pytest.warns(UserWarning, match="own forward lets documents attend to earlier ones"):
-        with float64_throughout():
-            model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
+    warned = pytest.warns(UserWarning, match="own forward lets documents attend to earlier ones")
+    with warned, float64_throughout():
+        model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
     for key, parameter in model.named_parameters():
         expected = sum(share * gradients[key] for share, (_, gradients) in zip(shares, alone, strict=True))
         assert relative(parameter.grad, expected) <= 1e-10, key
@@ -683,10 +701,48 @@ def test_documents_cut_by_ranks(
     on_ranks(ranks, tmp_path, cut_by_ranks, name, lengths, expected)
 
 
+# Models with a class that is refused: options, and the class.
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "ABC": ({}, "ABCAttention"),
+    "BitNet": ({}, "BitAttention"),
+    "CAT": ({}, "CATModel"),
+    "CyclicFlowAttention": ({}, "CyclicFlowAttention"),
+    "DeltaFormer": ({}, "DeltaFormerAttention"),
+    "ForgettingTransformer": ({}, "ForgettingAttention"),
+    "LogLinearMamba2": ({}, "LogLinearMamba2"),
+    "Mamba3": ({"head_dim": 8}, "Mamba3"),
+    "MesaNet": ({}, "MesaNet"),
+    "MoBA": ({}, "MoBA"),
+    "Mom": ({}, "MomAttention"),
+    "NSA": ({"num_kv_heads": 1}, "NativeSparseAttention"),
+    "PaTHAttention": ({}, "PaTHAttention"),
+    "Parallax": ({}, "Parallax"),
+    "StickBreakingAttention": ({}, "StickBreakingAttention"),
+    "WallTransformer": ({}, "WallAttention"),
+    "YOCO": ({}, "YOCOModel"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_class_that_lacks_something_is_refused_with_what_it_lacks(name: str) -> None:
+    options, cls = UNSUPPORTED[name]
+    ids = torch.randint(31, (1, 9))
+    model = adjoint.wrap(make(name, **options), Exact(4))
+    with pytest.raises(Refused, match=f"fla's {cls} is not supported: {re.escape(kernels.UNSUPPORTED[cls])}"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_every_class_of_fla_is_tried_or_refused_by_name() -> None:
+    import fla.models
+
+    classes = {name.removesuffix("ForCausalLM") for name in dir(fla.models) if name.endswith("ForCausalLM")}
+    assert classes == {name.partition(",")[0] for name in MODELS} | UNSUPPORTED.keys()
+    assert {cls for _, cls in UNSUPPORTED.values()} == kernels.UNSUPPORTED.keys()
+
+
 def test_what_is_not_known_is_refused_by_name() -> None:
     ids = torch.randint(31, (1, 9))
     for name, more, said in (
-        ("LightNet", {}, "fla's LightNetAttention is not supported; GatedDeltaNet"),
         ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
     ):
         model = adjoint.wrap(make(name, **more), Exact(4))

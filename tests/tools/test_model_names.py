@@ -41,7 +41,7 @@ def test_every_class_of_a_name_exists() -> None:
     of_fla = {name for name in names if name.startswith("fla.models.")}
     assert not names - of_fla - OWN_CODE - loadable.keys()
     assert not OWN_CODE & loadable.keys(), "transformers has the class now"
-    assert of_fla <= CLASSES.keys() | {"fla.models.SambaForCausalLM"}
+    assert of_fla <= CLASSES.keys()
     assert set(NOTES) <= names
     if importlib.util.find_spec("fla") is not None:
         import fla.models
