@@ -220,8 +220,11 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 
 MODELS = {name: options for classes in FAMILIES.values() for name, options in classes.items()}
 
-# Classes whose cache the releases before did not fill in a way that chunks can go on from.
+# Classes that earlier releases did not give a cache that chunks can go on from, or a backbone, or did not run.
 EXACT_SINCE = {
+    "GraniteSpeechForConditionalGeneration": (5, 15),
+    "Granite4VisionForConditionalGeneration": (5, 20),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": (5, 21),
     "DeepseekV32ForCausalLM": (5, 18),
     "Qwen4ExpForCausalLM": (5, 21),
     "Qwen4ExpForConditionalGeneration": (5, 21),
@@ -488,7 +491,8 @@ def one_line(message: str) -> Iterator[None]:
 
 def cache_contents(model: Any) -> str:
     """Describe what the cache of a wrapped model holds, once the model has been used."""
-    verification, *_ = model.__dict__["_adjoint"].verifications
+    wrapped = next(module for module in model.modules() if "_adjoint" in vars(module))
+    verification, *_ = vars(wrapped)["_adjoint"].verifications
     grows = {slot.grows is not None for slot in verification.slots}
     return {(True,): "keys and values", (False,): "recurrent"}.get(tuple(grows), "both")
 

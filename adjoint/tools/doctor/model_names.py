@@ -118,7 +118,7 @@ NAMES_BY_FAMILY: dict[str, dict[str, str]] = {
         "Qwen3": "Qwen3ForCausalLM Qwen3MoeForCausalLM",
         "Qwen3-Coder": "Qwen3MoeForCausalLM",
         "Qwen3-VL": "Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration",
-        "Qwen3-Omni": "Qwen3OmniMoeForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen3-Omni": "Qwen3OmniMoeThinkerForConditionalGeneration Qwen3OmniMoeForConditionalGeneration",
         "Mistral 7B": "MistralForCausalLM",
         "Mixtral": "MixtralForCausalLM",
         "Ministral 3": "Mistral3ForConditionalGeneration Ministral3ForCausalLM",
@@ -169,6 +169,7 @@ OWN_CODE = frozenset({
 
 # What to know before a class loads.
 NOTES: dict[str, str] = {
+    "Llama4ForConditionalGeneration": "in transformers 5.24 its own forward raises an AttributeError",
     "MiniMaxForCausalLM": "loads the folders whose names end in -hf, such as MiniMaxAI/MiniMax-Text-01-hf",
     "MambaForCausalLM": "loads the folders whose names end in -hf; mamba-ssm's own load as a Stack",
     "Mamba2ForCausalLM": "loads transformers' format; mamba-ssm's own folders load as a Stack",
