@@ -220,7 +220,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 
 MODELS = {name: options for classes in FAMILIES.values() for name, options in classes.items()}
 
-# Classes that earlier releases did not give a cache that chunks can go on from, or a backbone, or did not run.
+# Classes that earlier releases gave no cache that chunks can go on from, or no backbone, or could not run.
 EXACT_SINCE = {
     "GraniteSpeechForConditionalGeneration": (5, 15),
     "Granite4VisionForConditionalGeneration": (5, 20),
