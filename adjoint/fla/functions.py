@@ -57,7 +57,7 @@ SUBMODULES = ("LerpLinear", "DDLerpLinear", "LoRA")  # of these layers, in the s
 
 # Classes of fla that cannot run by chunks, each with what it needs or lacks.
 UNSUPPORTED = {
-    "ABCAttention": "its slots are a softmax over earlier tokens, by a function of fla's that has none here",
+    "ABCAttention": "its cache lacks the sum by which the softmax of its slots is divided",
     "BitAttention": "its linear maps round activations in kernels of fla's that run on GPUs alone",
     "CATModel": "it compresses pieces of the whole sequence, and has no cache that several tokens go on from",
     "CyclicFlowAttention": "its memory's slots move by a clock, by a function of fla's that has none here",

@@ -140,13 +140,15 @@ def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """The model's config.json answers, or its name where the hub cannot be reached."""
     hub = pytest.importorskip("huggingface_hub")
     (tmp_path / "config.json").write_text('{"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"}')
-    monkeypatch.setattr(hub, "hf_hub_download", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr(hub, "hf_hub_download", lambda name, file, **_: str(tmp_path / file))
     assert [entry.name for entry in model_support.look_up("someone/else").classes] == ["Zamba2ForCausalLM"]
 
-    def unreachable(name: str, file: str) -> str:
+    def unreachable(name: str, file: str, local_files_only: bool) -> str:
+        assert local_files_only
         raise hub.errors.LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(hub, "hf_hub_download", unreachable)
+    monkeypatch.setattr(model_support, "_is_reachable", lambda _: False)
     answer = model_support.look_up("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
     assert answer.is_supported and "by its name: its config.json could not be read" in answer.matched
     with pytest.raises(UserError, match="the hub cannot be reached, and no table has its name"):

@@ -10,6 +10,9 @@ import dataclasses
 import difflib
 import json
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -205,18 +208,31 @@ def _local_config(path: Path) -> dict[str, object]:
 def _hub_config(name: str) -> tuple[dict[str, object] | None, str]:
     """Return the config.json of a model on the hub, or None and why there is none."""
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         return None, "huggingface_hub is not installed"
+    only_cached = constants.HF_HUB_OFFLINE or not _is_reachable(constants.ENDPOINT)
     try:
-        return _local_config(Path(hf_hub_download(name, "config.json"))), ""
+        return _local_config(Path(hf_hub_download(name, "config.json", local_files_only=only_cached))), ""
     except LocalEntryNotFoundError:
         return None, "the hub cannot be reached"
-    except (HfHubHTTPError, HFValidationError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         return None, f"the hub says {' '.join(str(error).split())[:120]}"
-    except OSError as error:
-        return None, f"the hub cannot be reached: {' '.join(str(error).split())[:120]}"
+
+
+def _is_reachable(endpoint: str) -> bool:
+    """Whether the hub's host takes a connection; huggingface_hub would try for half a minute."""
+    url = urllib.parse.urlsplit(endpoint)
+    if url.hostname is None:
+        return False
+    if urllib.request.getproxies():  # whose business it is
+        return True
+    try:
+        socket.create_connection((url.hostname, url.port or 443), timeout=3).close()
+    except OSError:
+        return False
+    return True
 
 
 def _from_config(query: str, config: dict[str, object]) -> Answer:

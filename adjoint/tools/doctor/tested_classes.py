@@ -215,7 +215,7 @@ CLASSES: dict[str, tuple[str, str, str]] = {
     "Zamba2ForCausalLM": ("zamba2", "both", "6e-15"),
     "ZambaForCausalLM": ("zamba", "both", "1e-15"),
     "ZayaForCausalLM": ("zaya", "both", "6e-15"),
-    "fla.models.ABCForCausalLM": ("abc", "", "refused: its slots are a softmax over earlier tokens, by a function of fla's that has none here"),
+    "fla.models.ABCForCausalLM": ("abc", "", "refused: its cache lacks the sum by which the softmax of its slots is divided"),
     "fla.models.BitNetForCausalLM": ("bitnet", "", "refused: its linear maps round activations in kernels of fla's that run on GPUs alone"),
     "fla.models.CATForCausalLM": ("cat", "", "refused: it compresses pieces of the whole sequence, and has no cache that several tokens go on from"),
     "fla.models.CombaForCausalLM": ("comba", "", "1e-14"),
