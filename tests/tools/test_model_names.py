@@ -136,6 +136,14 @@ def test_a_folder_is_told_by_its_config(config: dict[str, Any], expected: list[s
         assert [entry.name for entry in model_support.look_up(str(place)).classes] == expected
 
 
+def test_a_folder_that_happens_to_have_a_models_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Jamba").mkdir()
+    assert classes("Jamba") == ["JambaForCausalLM"]
+    Path("Jamba/config.json").write_text('{"architectures": ["Zamba2ForCausalLM"]}')
+    assert classes("Jamba") == ["Zamba2ForCausalLM"]
+
+
 def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model's config.json answers, or its name where the hub cannot be reached."""
     hub = pytest.importorskip("huggingface_hub")

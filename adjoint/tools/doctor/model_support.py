@@ -67,9 +67,12 @@ def look_up(query: str) -> Answer:
     Raises:
         UserError: no table has such a name, and there is no config.json to read; names the nearest.
     """
-    if (path := Path(query).expanduser()).exists():
+    path = Path(query).expanduser()
+    names = _classes_of(query)
+    # a folder may happen to have a model's name
+    if path.is_file() or (path / "config.json").exists() or (path.exists() and names is None):
         return _from_config(query, _local_config(path))
-    if (names := _classes_of(query)) is not None:
+    if names is not None:
         return Answer(query, names[0], [support_of(name) for name in names[1]])
     if query.count("/") == 1 and not is_local_model(query):
         config, fault = _hub_config(query)
