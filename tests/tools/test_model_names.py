@@ -98,6 +98,7 @@ def test_names_as_people_write_them(query: str, expected: list[str]) -> None:
         ("Llama 4.1", "Llama 4"),
         ("Nemotrn 3", "Nemotron 3"),
         ("Falcon H2", "Falcon-H1"),
+        ("PaTH", "PaTH Attention"),
     ],
 )
 def test_a_near_name_is_suggested_and_not_taken(query: str, nearest: str) -> None:

@@ -182,5 +182,6 @@ NOTES: dict[str, str] = {
     "MiniMaxForCausalLM": "loads the folders whose names end in -hf, such as MiniMaxAI/MiniMax-Text-01-hf",
     "MambaForCausalLM": "loads the folders whose names end in -hf; mamba-ssm's own load as a Stack",
     "Mamba2ForCausalLM": "loads transformers' format; mamba-ssm's own folders load as a Stack",
+    "fla.models.Mamba3ForCausalLM": 'a Stack has Mamba-3: mixer="mamba3"',
     "fla.models.RWKV7ForCausalLM": "RWKV-LM's files (.pth) load too: adjoint.formats.rwkv7.load",
 }

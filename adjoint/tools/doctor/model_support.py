@@ -188,10 +188,12 @@ def _nearest(query: str) -> str:
     """Return the names nearest to one that is in no table, as the remedy of an error."""
     table = _spellings()
     spelled = {_spelled(name): name for name in NAMES}
-    close = difflib.get_close_matches(_spelled(query), spelled, n=3, cutoff=0.6)
-    close = close or difflib.get_close_matches(_spelled(query), table, n=2, cutoff=0.7)
+    word = _spelled(query)
+    close = [name for name in spelled if len(word) > 2 and name.startswith(word)][:3]
+    close = close or difflib.get_close_matches(word, spelled, n=3, cutoff=0.6)
+    close = close or difflib.get_close_matches(word, table, n=2, cutoff=0.7)
     if close:
-        return f"did you mean {' or '.join(table[word][0] for word in close)}?"
+        return f"did you mean {' or '.join(table[name][0] for name in close)}?"
     return "docs/models_classes.md lists all names; a folder with a config.json works too"
 
 
