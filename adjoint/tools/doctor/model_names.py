@@ -56,6 +56,7 @@ NAMES_BY_FAMILY: dict[str, dict[str, str]] = {
         "Ling 3.0": "BailingHybridForCausalLM",
         "Ling 3.0 Flash": "BailingHybridForCausalLM",
         "OLMo Hybrid": "OlmoHybridForCausalLM",
+        "Lara 4 Mini": "LaraMiniForCausalLM",
         "GLM-5.3 Flash": "Glm5NextForConditionalGeneration",
         "Jet-Nemotron": "JetNemotronForCausalLM",
         "RWKV-7": "fla.models.RWKV7ForCausalLM",
