@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("adjoint.tools.plan.command:main", "predict memory and time of a run, and draw its pipeline"),
     "eval": ("adjoint.tools.eval.command:main", "loss by position, far beyond the training length"),
     "export": ("adjoint.tools.export:main", "write a run's model for transformers or mamba-ssm"),
-    "doctor": ("adjoint.tools.doctor:main", "what this machine has, which code runs what, whether it works"),
+    "doctor": ("adjoint.tools.doctor.command:main", "what works on this machine, and which models do"),
     "cluster": ("adjoint.cluster.command:main", "list GPUs and MIG slices, and how to start Ray with them"),
 }
 

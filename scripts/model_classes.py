@@ -1,7 +1,8 @@
 """Write the tables of docs/models_classes.md: try every class of tests/hf/hf_models.py and
 multimodal_models.py, and all other causal LMs that transformers has. And the table of docs/models_calls.md:
 calls with caches, padding and documents of every recurrent class. Takes some minutes; less with
-`--multimodal` or `--calls`, which write the table of multimodal classes or that of calls alone.
+`--multimodal` or `--calls`, which write the table of multimodal classes or that of calls alone. What
+`scripts.tested_classes` writes from the tables follows.
 
 python -m scripts.model_classes
 """
@@ -25,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import adjoint
 from adjoint.hf.transformers_api import CACHE_NAMES
 from benchmarks.report import ROOT, put_table
+from scripts import tested_classes
 from tests.hf.hf_models import (
     FAMILIES,
     MODELS,
@@ -163,23 +165,6 @@ BY_HAND: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
         **{"num_experts": 4, "num_experts_per_tok": 2},
     },
-    "Inkling2LoopForCausalLM": {
-        **TINY,
-        "unpadded_vocab_size": VOCAB,
-        **dict.fromkeys(("swa_num_attention_heads", "n_routed_experts", "d_rel", "loop_gate_rank"), 4),
-        **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok"), 2),
-        **dict.fromkeys(("head_dim", "swa_head_dim"), 6),
-        **{"sliding_window_size": 5, "rel_extent": 16, "moe_intermediate_size": 16},
-        **{"num_hidden_layers": 6, "layer_types": ["hybrid_sliding", "hybrid"] * 3},
-        **{"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
-        "n_layers_per_attn_res_block": 2,
-    },
-    "DoryForCausalLM": {
-        **TEXT,
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
-        **{"n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2, "n_recurrent_loops": 2},
-    },
     "RwkvForCausalLM": {
         **{"vocab_size": VOCAB, "hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 40},
         **{"num_hidden_layers": 3, "context_length": 64, "bos_token_id": 1, "eos_token_id": 2},
@@ -293,8 +278,8 @@ def multimodal_table() -> str:
 
 # ------------------------------------------------------------------------------------- the table of calls
 
-# Recurrent or looped classes that are in no table of the tests.
-MORE_RECURRENT = ("LaraMiniForCausalLM", "Inkling2LoopForCausalLM", "DoryForCausalLM", "RwkvForCausalLM")
+# Recurrent classes that are in no table of the tests.
+MORE_RECURRENT = ("LaraMiniForCausalLM", "RwkvForCausalLM")
 CALL_COLUMNS = {
     **{f"`{name}=`": ("cache", name) for name in CACHE_NAMES},
     "padding at the left": ("padding", "none"),
@@ -443,10 +428,12 @@ def main() -> None:
         return
     put_table(PAGE, "multimodal table", multimodal_table())
     if "--multimodal" in sys.argv:
+        tested_classes.write()
         return
     lines = (f"- {o} ({len(n)}): {', '.join(n)}\n" for o, n in try_other_classes().items() if n)
     put_table(PAGE, "classes table", classes_table())
     put_table(PAGE, "others table", "".join(lines))
+    tested_classes.write()
 
 
 if __name__ == "__main__":

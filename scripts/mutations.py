@@ -186,6 +186,20 @@ MUTATIONS: dict[str, Mutation] = {
         "return tuple(tensor.detach() for tensor in state)",
         "tests/hf/test_carried_state.py",
     ),
+    "looped-depth": Mutation(
+        "each run of a layer has cache layers of its own",
+        "hf/transformers_api.py",
+        "return [*range(start, stop)] * (getattr(config, loops) - 1)",
+        "return []",
+        "tests/hf/test_looped_depth.py",
+    ),
+    "near-names": Mutation(
+        "a name that is only near a model's name is not answered",
+        "tools/doctor/model_support.py",
+        "all(VARIANT.fullmatch(word) for word in rest)",
+        "True",
+        "tests/tools/test_model_names.py",
+    ),
     "ranks-agree": Mutation(
         "ranks of a sequence_group that call differently all stop",
         "parallel/context.py",

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.fla import delta_rule_variants
+from adjoint.fla.arguments import documents, refuse_arguments, scaled
 from adjoint.fla.gated_linear_attention import gated_linear_attention
+from adjoint.kernels.attention import causal_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
@@ -39,8 +42,39 @@ LAYERS = (
     "RWKV7Attention",
     "Mamba",
     "Mamba2",
+    "GatedDeltaProduct",
+    "Comba",
+    "PrecondGatedDeltaNet",
+    "PrecondKDA",
+    "LightNetAttention",
+    "RodimusAttention",
+    "Raven",
+    "Attention",
+    "MultiheadLatentAttention",
 )
 SUBMODULES = ("LerpLinear", "DDLerpLinear", "LoRA")  # of these layers, in the same Python modules
+
+
+# Classes of fla that cannot run by chunks, each with what it needs or lacks.
+UNSUPPORTED = {
+    "ABCAttention": "its cache lacks the sum by which the softmax of its slots is divided",
+    "BitAttention": "its linear maps round activations in kernels of fla's that run on GPUs alone",
+    "CATModel": "it compresses pieces of the whole sequence, and has no cache that several tokens go on from",
+    "CyclicFlowAttention": "its memory's slots move by a clock, by a function of fla's that has none here",
+    "DeltaFormerAttention": "each token's values depend on all earlier ones by a triangular system",
+    "ForgettingAttention": "its keys decay from token to token, and chunks carry keys without decays",
+    "LogLinearMamba2": "its number of states grows with the logarithm of the length",
+    "Mamba3": "fla's own runs on GPUs alone, so nothing can be compared; a Stack has mixer='mamba3'",
+    "MesaNet": "it solves a linear system for each token, by a function of fla's that has none here",
+    "MoBA": "it attends to all keys where it has a cache, and to the blocks that it picks where it has none",
+    "MomAttention": "it packs tokens by the memory that they are sent to; a chunk has one state per layer",
+    "NativeSparseAttention": "it picks blocks of keys by their means, in kernels that run on GPUs alone",
+    "PaTHAttention": "each later token transforms the keys of all earlier ones",
+    "Parallax": "it corrects attention by a second set of scores, by a function of fla's that has none here",
+    "StickBreakingAttention": "a key's weight depends on those of all later ones",
+    "WallAttention": "its keys decay by channel from token to token, and chunks carry keys without decays",
+    "YOCOModel": "half of its layers read keys that another layer of theirs holds",
+}
 
 
 def is_of_fla(thing: object) -> bool:
@@ -56,9 +90,20 @@ def _is_class_of_fla(cls: type) -> bool:
 is_class_of_fla: Callable[[type], bool] = functools.cache(_is_class_of_fla)
 
 
+def attention_windows(config: object) -> dict[int, int | None]:
+    """Map each layer of attention in one of fla's models to its window, or None for no window."""
+    if getattr(config, "model_type", "") in ("transformer", "mla"):
+        return dict.fromkeys(range(vars(config)["num_hidden_layers"]), vars(config)["window_size"])
+    specs = getattr(config, "attn", None) or []
+    specs = [specs] if isinstance(specs, dict) else specs
+    return {layer: spec.get("window_size") for spec in specs for layer in spec["layers"]}
+
+
 def why_not(module: nn.Module) -> str | None:
     """Return the reason why one of fla's modules is known not to work by chunks, or None."""
     kind = type(module)
+    if kind.__name__ in UNSUPPORTED:
+        return f"fla's {kind.__name__} is not supported: {UNSUPPORTED[kind.__name__]}"
     if kind.__module__.startswith("fla.layers.") and kind.__name__ not in (*LAYERS, *SUBMODULES):
         return f"fla's {kind.__name__} is not supported; {', '.join(LAYERS)} are"
     config = getattr(module, "config", None)
@@ -125,13 +170,13 @@ def _delta_rule(
         initial_state: (batch, heads, d_k, d_v), or (…, d_v, d_k) with state_v_first, as the returned one.
         safe_gate: a promise to fla's kernels; ours do not need it.
     """
-    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
+    seq_idx = documents(cu_seqlens, initial_state, output_final_state)
     assert beta is not None
     wide, heads = accumulate_dtype(q.dtype), v.shape[2]
     queries, keys = (t.to(wide) for t in (q, k))
     if use_qk_l2norm_in_kernel:
         queries, keys = l2_norm(queries), l2_norm(keys)
-    queries, shared = _scaled(queries, scale), heads // q.shape[2]
+    queries, shared = scaled(queries, scale), heads // q.shape[2]
     if shared > 1:
         queries, keys = (t.repeat_interleave(shared, dim=2) for t in (queries, keys))
     beta = beta.to(wide)
@@ -147,11 +192,6 @@ def _delta_rule(
     return o.to(v.dtype), final if output_final_state else None
 
 
-def _scaled(q: Tensor, scale: float | None) -> Tensor:
-    """Return queries (…, d_k) times the scale, by default 1/√d_k."""
-    return q * (q.shape[-1] ** -0.5 if scale is None else scale)
-
-
 def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
     """Return log decays (batch, seqlen, heads) or (batch, seqlen, heads, d_k), computed from a layer's
     gate."""
@@ -164,6 +204,58 @@ def _gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: 
     return -rate * F.softplus(g)
 
 
+def _kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype | None = None,  # of fla's kernel; ours is that of the sums
+) -> Tensor:
+    return _gate(g.to(accumulate_dtype(g.dtype)), A_log, dt_bias, lower_bound)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Attend to the tokens up to the query's own; the last query's token is the last key's.
+
+    Args:
+        q, k, v: (batch, seqlen, heads, d), with more keys than queries and fewer heads of them, maybe.
+        window_size: how many tokens before its own a query sees, and how many after it: none.
+    """
+    if not causal:
+        raise ValueError("flash_attn_func is called without causal=True, and ours in its place has no other")
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    queries, keys, values = (t.transpose(1, 2) for t in (q, k, v))
+    return causal_attention(queries, keys, values, window).transpose(1, 2)
+
+
+def _attention_of_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **_: int,  # lengths of the longest documents, for fla's kernels
+) -> Tensor:
+    """Attend within documents, whose tokens are joined: q, k and v are (seqlen, heads, d)."""
+    pieces = [
+        t.split(lengths.diff().tolist())
+        for t, lengths in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
+    ]
+    outputs = [
+        _attention(queries[None], keys[None], values[None], causal, window_size)[0]
+        for queries, keys, values in zip(*pieces, strict=True)
+    ]
+    return torch.cat(outputs)
+
+
 def _hgrn(
     x: Tensor,
     g: Tensor,
@@ -172,7 +264,7 @@ def _hgrn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute h_t = exp(g_t) h_{t-1} + x_t, all of (batch, seqlen, d)."""
-    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(x.dtype)
+    seq_idx, wide = documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(x.dtype)
     initial_state = None if initial_state is None else initial_state.to(wide)
     h = linear_scan(g.to(wide).exp(), x.to(wide), initial_state, seq_idx=seq_idx)
     return h.to(x.dtype), h[:, -1] if output_final_state else None
@@ -215,11 +307,11 @@ def _linear_attention(
     o, final = _decayed_per_head(q, k, v, decay, scale, initial_state, output_final_state, cu_seqlens)
     if not normalize:
         return o, final
-    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
+    seq_idx = documents(cu_seqlens, initial_state, output_final_state)
     keys = k.to(wide).flatten(2)
     sums = None if sums is None else sums.flatten(1).to(wide)
     key_sums = linear_scan(torch.ones_like(keys[..., :1]), keys, sums, seq_idx=seq_idx).view_as(k)
-    o = o.to(wide) / ((_scaled(q.to(wide), scale) * key_sums).sum(-1, keepdim=True) + 1e-10)
+    o = o.to(wide) / ((scaled(q.to(wide), scale) * key_sums).sum(-1, keepdim=True) + 1e-10)
     return o.to(v.dtype), None if final is None else (final, key_sums[:, -1:])
 
 
@@ -239,8 +331,8 @@ def _decayed_per_head(
         q, k: (batch, seqlen, heads, d_k). v: (batch, seqlen, heads, d_v). decay: (heads,).
         initial_state: (batch, heads, d_k, d_v), as the returned one.
     """
-    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
-    queries = _scaled(q, scale)
+    seq_idx = documents(cu_seqlens, initial_state, output_final_state)
+    queries = scaled(q, scale)
     before = None if initial_state is None else initial_state.mT
     o, final = ssd_scan(
         v, torch.ones_like(v[..., 0]), decay, k, queries, initial_state=before, seq_idx=seq_idx
@@ -263,8 +355,8 @@ def _gla(
     """Run gated linear attention (Yang et al. 2023), with log decays g or gk like k.
 
     States are (batch, heads, d_k, d_v), or (…, d_v, d_k) with state_v_first."""
-    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
-    queries = _scaled(q.to(wide), scale)
+    seq_idx, wide = documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
+    queries = scaled(q.to(wide), scale)
     decay = gk if g is None else g
     if initial_state is not None:
         initial_state = (initial_state.mT if state_v_first else initial_state).to(wide)
@@ -278,6 +370,50 @@ def _gla(
     )
     final = final.mT if state_v_first else final
     return o.to(v.dtype), final if output_final_state else None
+
+
+def _lightnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: tuple[Tensor | None, Tensor | None] | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor]]:
+    """Run LightNet (Qin et al. 2024): gated linear attention whose keys are a softmax over the tokens so far.
+
+    Args:
+        k: logits of the keys, (batch, seqlen, heads, d_k).
+        initial_state: that of gated linear attention, and the logarithm (batch, 1, heads, d_k) of the sum of
+            exp(k) over earlier tokens, as the returned ones.
+    """
+    state, log_sum = (None, None) if initial_state is None else initial_state
+    logits = k.to(accumulate_dtype(k.dtype))
+    lengths = [k.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    keys, decays = [], []
+    for row in logits.split(lengths, dim=1):
+        before = row.new_full(row[:, :1].shape, float("-inf")) if log_sum is None else log_sum.to(row.dtype)
+        sums = torch.cat([before, row], dim=1).logcumsumexp(1) if log_sum is not None else row.logcumsumexp(1)
+        sums = sums[:, -row.shape[1] :]
+        # the first token of all forgets nothing: there is no state before it
+        first = before - sums[:, :1] if log_sum is not None else torch.zeros_like(before)
+        decays.append(torch.cat([first, sums[:, :-1] - sums[:, 1:]], dim=1))
+        keys.append((row - sums).exp())
+        last = sums[:, -1:]
+    o, final = _gla(
+        q,
+        torch.cat(keys, dim=1),
+        v,
+        torch.cat(decays, dim=1),
+        scale=scale,
+        initial_state=state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+    )
+    return o, (final, last)
 
 
 def _gsa(
@@ -298,8 +434,8 @@ def _gsa(
         s, g: how much is written to each slot, and its log decay, (batch, seqlen, heads, slots).
         initial_state: (batch, heads, d_k, slots) and (batch, heads, slots, d_v), as the returned ones.
     """
-    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
-    queries = _scaled(q.to(wide), scale)
+    seq_idx, wide = documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
+    queries = scaled(q.to(wide), scale)
     keys, values, writes, decay = (t.to(wide) for t in (k, v, s, g))
     before = (None, None) if initial_state is None else [state.to(wide) for state in initial_state]
     scores, slot_keys = gated_linear_attention(
@@ -323,8 +459,8 @@ def _rwkv6(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run RWKV-6's time mixing (Peng et al. 2024), with log decays w like k and the bonus u (heads, d_k)."""
-    seq_idx, wide = _documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(r.dtype)
-    queries = _scaled(r.to(wide), scale)
+    seq_idx, wide = documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(r.dtype)
+    queries = scaled(r.to(wide), scale)
     keys, values, decay, bonus = (t.to(wide) for t in (k, v, w, u))
     initial_state = None if initial_state is None else initial_state.to(wide)
     o, final = gated_linear_attention(
@@ -350,8 +486,8 @@ def _rwkv7(
 ) -> tuple[Tensor, Tensor | None]:
     """Run RWKV-7's time mixing (Peng et al. 2025), with log decays w and the low-rank transition b aᵀ, all
     like k (batch, seqlen, heads, d_k)."""
-    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
-    o, final = dplr_delta_rule(_scaled(r, scale), k, v, a, b, w, initial_state, seq_idx)
+    seq_idx = documents(cu_seqlens, initial_state, output_final_state)
+    o, final = dplr_delta_rule(scaled(r, scale), k, v, a, b, w, initial_state, seq_idx)
     return o.to(v.dtype), final if output_final_state else None
 
 
@@ -403,7 +539,7 @@ def _token_shift(
         cache: the last token of the call before, (batch, 1, d), or (batch, d); None for 0.
         output_cache: whether to return the last token, too.
     """
-    _documents(cu_seqlens, cache, None)
+    documents(cu_seqlens, cache, None)
     before = x.new_zeros(x[:, :1].shape) if cache is None else cache.view_as(x[:, :1]).to(x.dtype)
     shifted = torch.cat([before, x[:, :-1]], dim=1)
     if cu_seqlens is not None:
@@ -426,8 +562,8 @@ def _conv(
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve x (batch, seqlen, channels); states are (batch, channels, taps), and their oldest entry is
     never read."""
-    _refuse_arguments(chunk_indices=chunk_indices)
-    seq_idx = _documents(cu_seqlens, initial_state, output_final_state)
+    refuse_arguments(chunk_indices=chunk_indices)
+    seq_idx = documents(cu_seqlens, initial_state, output_final_state)
     before = None if initial_state is None else initial_state[..., 1:]
     y, tail = causal_conv1d(x, weight, bias, before, activation in ("silu", "swish"), seq_idx)
     y = y if residual is None else y + residual
@@ -457,7 +593,7 @@ def _rms_norm(
     residual_in_fp32: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize the sum of x and the residual; with `prenorm` return the sum, too."""
-    _refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
+    refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
     weight = x.new_ones(x.shape[-1]) if weight is None else weight
     if residual is None:
         y, total = rms_norm(x, weight, eps), x
@@ -477,8 +613,8 @@ def _rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    _refuse_arguments(residual=residual, prenorm=prenorm or None)
-    _refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
+    refuse_arguments(residual=residual, prenorm=prenorm or None)
+    refuse_arguments(bias=bias, residual_in_fp32=residual_in_fp32 or None)
     y = rms_norm(x, x.new_ones(x.shape[-1]) if weight is None else weight, eps)
     return y * torch.sigmoid(g) if activation == "sigmoid" else gated(g, y)
 
@@ -513,7 +649,7 @@ def _group_norm(
     num_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize groups of channels, the last dimension."""
-    _refuse_arguments(residual_in_fp32=residual_in_fp32 or None, is_rms_norm=is_rms_norm or None)
+    refuse_arguments(residual_in_fp32=residual_in_fp32 or None, is_rms_norm=is_rms_norm or None)
     total = x if residual is None else x + residual
     groups = total.unflatten(-1, (num_groups, -1))
     y = F.layer_norm(groups, groups.shape[-1:], eps=eps).flatten(-2)
@@ -532,7 +668,7 @@ def _rms_norm_with_silu(
     norm_before_gate: bool = True,
 ) -> Tensor:
     """Normalize groups of channels of x, before or after a product with silu(z)."""
-    _refuse_arguments(bias=bias)
+    refuse_arguments(bias=bias)
     gate = x.new_ones(()) if z is None else F.silu(z)
     x = x if norm_before_gate else x * gate
     groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
@@ -551,6 +687,18 @@ def _rms_norm_linear(
     y = _rms_norm(x, norm_weight, norm_bias, eps=eps)
     assert isinstance(y, Tensor)
     return F.linear(y, linear_weight, linear_bias)
+
+
+def _rms_norm_swish_gate_linear(
+    x: Tensor,
+    g: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float = 1e-6,
+) -> Tensor:
+    return F.linear(_rms_norm_gated(x, g, norm_weight, norm_bias, eps=eps), linear_weight, linear_bias)
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -573,10 +721,10 @@ def _rotary_embedding(
         seqlen_offsets: the first token's position, or one per row.
         cu_seqlens: where the documents of a single row begin and end; each counts from 0.
     """
-    _refuse_arguments(chunk_indices=chunk_indices)
+    refuse_arguments(chunk_indices=chunk_indices)
     positions = torch.arange(x.shape[1], device=x.device)[None]
     if cu_seqlens is not None:
-        _refuse_arguments(seqlen_offsets=seqlen_offsets or None)
+        refuse_arguments(seqlen_offsets=seqlen_offsets or None)
         positions = positions - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     positions = positions + (
         seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
@@ -587,24 +735,6 @@ def _rotary_embedding(
     first, second = rotated.unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(dim)
     turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=dim)
     return torch.cat([turned.flatten(-2), rest], dim=-1)
-
-
-def _documents(cu_seqlens: Tensor | None, initial_state: object, final: bool | None) -> Tensor | None:
-    """Return document numbers (1, seqlen) of the rows that fla's layers join without their padding.
-
-    A chunk's rows are not joined, and only chunks have states: both at once are refused."""
-    if cu_seqlens is None:
-        return None
-    _refuse_arguments(initial_state=initial_state, output_final_state=final or None)
-    lengths = cu_seqlens.diff()
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
-
-
-def _refuse_arguments(**unsupported: object) -> None:
-    """Refuse arguments of fla's functions that ours do not support, if they are given."""
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"{name} is given to one of fla's functions, and ours in its place takes none")
 
 
 # Activations that fla's modules hold as attributes, by their names in its table.
@@ -634,6 +764,21 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
             ("rwkv7", _rwkv7),
         )
     },
+    **{
+        f"{prefix}_{name}": function
+        for prefix in ("chunk", "fused_recurrent")
+        for name, function in (
+            ("comba", delta_rule_variants.comba),
+            ("precond_gated_delta_rule", delta_rule_variants.preconditioned),
+            ("precond_kda", delta_rule_variants.preconditioned),
+            ("lightnet", _lightnet),
+        )
+    },
+    "chunk_gated_delta_product": delta_rule_variants.delta_product,
+    "fused_kda_gate": _kda_gate,
+    "flash_attn_func": _attention,
+    "flash_attn_varlen_func": _attention_of_documents,
+    "rms_norm_swish_gate_linear": _rms_norm_swish_gate_linear,
     "fused_mul_recurrent_rwkv7": _rwkv7_step,
     "fused_addcmul_rwkv7": _mixed_inputs,
     "fused_k_rwkv7": _replacement_keys,

@@ -21,13 +21,14 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from adjoint.engine.step import uncompiled
 from adjoint.engine.storage import Past, Prefix
-from adjoint.fla.functions import is_of_fla
+from adjoint.fla.functions import attention_windows, is_of_fla
 from adjoint.hf.transformers_api import (
     BEGINS_WITH_STATES,
     CACHE_LAYERS,
     REQUIRED_CACHE_CLASS,
     CacheLayerMixin,
     LinearAttentionLayer,
+    looped_layers,
     recurrent_layers_unnamed,
 )
 from adjoint.kernels.attention import join
@@ -238,7 +239,7 @@ class RecurrentLayer(_StateLayer):
         setattr(self, f"{name}_states", states)
 
 
-class _AttentionLayer(_StateLayer):
+class AttentionLayer(_StateLayer):
     """A cache layer whose keys and values are joined to those before the chunk."""
 
     @uncompiled
@@ -271,7 +272,7 @@ class _AttentionLayer(_StateLayer):
         return visible + query_length, self.past_length - visible
 
 
-class _IndexedAttentionLayer(_AttentionLayer):
+class _IndexedAttentionLayer(AttentionLayer):
     """A cache layer of sparse attention, whose indexer picks keys of the past by keys of its own.
 
     The indexer's keys get no gradient."""
@@ -286,7 +287,7 @@ class _IndexedAttentionLayer(_AttentionLayer):
         return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
 
 
-class _BlockIndexedAttentionLayer(_AttentionLayer):
+class _BlockIndexedAttentionLayer(AttentionLayer):
     """A cache layer of sparse attention, whose indexer picks blocks of the past by keys of its own.
 
     The indexer's keys get no gradient."""
@@ -298,7 +299,7 @@ class _BlockIndexedAttentionLayer(_AttentionLayer):
         return self.pasts["block_index"].join(piece) if "block_index" in self.pasts else piece
 
 
-class _CompressedAttentionLayer(_AttentionLayer):
+class _CompressedAttentionLayer(AttentionLayer):
     """A cache layer of DeepSeek-V4, whose attention reads a weighted mean of each window of tokens, too.
 
     transformers stores the means, one for `compress_rate` tokens, and the projections of an open window. Here
@@ -332,12 +333,12 @@ class _CompressedAttentionLayer(_AttentionLayer):
 
 # The mixins that make our cache layer of each of transformers'; some layers have a recurrence and attention.
 _MIXINS_BY_NAME: dict[str, tuple[type, ...]] = {
-    "DynamicLayer": (_AttentionLayer,),
+    "DynamicLayer": (AttentionLayer,),
     "DynamicIndexedLayer": (_IndexedAttentionLayer,),
-    "DynamicSlidingWindowLayer": (_AttentionLayer,),
+    "DynamicSlidingWindowLayer": (AttentionLayer,),
     "LinearAttentionLayer": (RecurrentLayer,),
-    "LinearAttentionAndFullAttentionLayer": (_AttentionLayer, RecurrentLayer),
-    "LinearAttentionAndSlidingWindowAttentionLayer": (_AttentionLayer, RecurrentLayer),
+    "LinearAttentionAndFullAttentionLayer": (AttentionLayer, RecurrentLayer),
+    "LinearAttentionAndSlidingWindowAttentionLayer": (AttentionLayer, RecurrentLayer),
 }
 CACHE_MIXINS = {
     CACHE_LAYERS[name]: mixins for name, mixins in _MIXINS_BY_NAME.items() if name in CACHE_LAYERS
@@ -397,8 +398,12 @@ class ChunkCache(DynamicCache):
         if states is not None:
             number = config.num_hidden_layers
             layers = [LinearAttentionLayer(number_of_states=states) for _ in range(number)]
+        if is_of_fla(config):
+            for index, window in attention_windows(config).items():
+                layers[index] = _attention_cache_layer(window)
         for index in recurrent_layers_unnamed(config):
             layers[index] = LinearAttentionLayer()
+        layers = [*layers, *(layers[k] for k in looped_layers(config.get_text_config()))]
         self.empty_layers = [_to_chunk_layer(layer) for layer in layers]
         self.layers: list[_StateLayer] = self.layers_with_state((), (), 0)
 
@@ -424,7 +429,7 @@ class ChunkCache(DynamicCache):
             if isinstance(layer, _StateLayer):  # layers that have no state are shared
                 layers[k] = layer = layer.empty_copy()
                 layer.past_length = past_length
-            if isinstance(layer, _AttentionLayer):
+            if isinstance(layer, AttentionLayer):
                 layer.is_initialized = past_length > 0
         for slot, value in zip(slots, state, strict=True):
             layer = layers[slot.layer]
@@ -475,7 +480,7 @@ class _FLAInterface:
 
     A layer with a single recurrent state or convolution's tail has it as a tensor, others have tuples."""
 
-    layers: list[RecurrentLayer]
+    layers: list[RecurrentLayer]  # of attention the mixers of `kernels.fla_mixers` take care
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -505,11 +510,19 @@ class _FLAInterface:
         ffn_state: Tensor | None = None,
         offset: int = 1,
     ) -> None:
+        layer = self.layers[layer_idx]
         for name, states in (("conv", conv_state), ("recurrent", recurrent_state)):
             for index, value in enumerate((states,) if isinstance(states, Tensor) else states or ()):
-                self.layers[layer_idx].store_state(name, index, value)
+                layer.store_state(name, index, value)
         if ffn_state is not None:
-            self.layers[layer_idx].store_state("recurrent", FLA_RECURRENT_STATES, ffn_state)
+            layer.store_state("recurrent", FLA_RECURRENT_STATES, ffn_state)
+
+
+def _attention_cache_layer(window: int | None) -> CacheLayerMixin:
+    """Return transformers' cache layer of attention to all tokens, or to a window of them."""
+    if window is None:
+        return CACHE_LAYERS["DynamicLayer"]()
+    return CACHE_LAYERS["DynamicSlidingWindowLayer"](sliding_window=window)
 
 
 def _single_or_tuple(states: Iterable[Tensor | None]) -> Tensor | tuple[Tensor, ...] | None:

@@ -32,7 +32,13 @@ from adjoint.hf.cache import (
 from adjoint.hf.call import Call
 from adjoint.hf.model_parts import calling_original_forwards
 from adjoint.hf.stage import Backbone, CallContext, make_step
-from adjoint.hf.transformers_api import CACHE_LAYERS, REQUIRED_CACHE_CLASS, STATE_CACHE_CLASS, Cache
+from adjoint.hf.transformers_api import (
+    CACHE_LAYERS,
+    REQUIRED_CACHE_CLASS,
+    STATE_CACHE_CLASS,
+    Cache,
+    looped_layers,
+)
 from adjoint.hf.verify.first_use import verification_of
 from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode
 from adjoint.layers import State
@@ -73,11 +79,15 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
             model, f"past_key_values is a {type(cache).__name__}, not the cache that a call returned"
         )
     tokens, state = 0, []
+    config = model.config.get_text_config()
+    loops = range(config.num_hidden_layers, config.num_hidden_layers + len(looped_layers(config)))
     has_place = dict.fromkeys(slots, True)
     for slot in slots:
         layer = layers[slot.layer] if slot.layer < len(layers) else None
         if slot.grows is None and _lists_states(cache):
             value = _listed_state(cache, slot)
+        elif layer is None and slot.layer in loops:
+            value = None  # the model's own forward adds these layers
         else:
             kind = type(layer)
             if kind not in CACHE_MIXINS and kind.__name__ not in MODELS_CACHE_MIXINS:
@@ -88,8 +98,8 @@ def state_of_cache(model: PreTrainedModel, cache: object, slots: Sequence[Slot],
                 check.refuse(model, "past_key_values records the past of its states, to be cropped")
             has_place[slot] = _has_place(layer, slot)
             value = _value(layer, slot) if has_place[slot] else None
-        if slot.grows is not None and slot.name == "keys":
-            tokens = max(tokens, layer.get_seq_length())  # type: ignore[union-attr]
+        if layer is not None and slot.grows is not None and slot.name == "keys":
+            tokens = max(tokens, layer.get_seq_length())
         elif value is not None:
             tokens = max(tokens, 1)
         state.append(value)
@@ -243,7 +253,9 @@ def _empty_cache(model: PreTrainedModel, rows: int, device: torch.device) -> Dyn
         cache = kind(config, rows, dtype=model.dtype, device=device)
         return cache
     if model_type not in REQUIRED_CACHE_CLASS:
-        return DynamicCache(config=config)
+        cache = DynamicCache(config=config)
+        cache.layers += [copy.deepcopy(cache.layers[k]) for k in looped_layers(config.get_text_config())]
+        return cache
     cache = _models_class(*REQUIRED_CACHE_CLASS[model_type][1:])()
     cache.layers = [CACHE_LAYERS["DynamicLayer"]() for _ in range(config.num_hidden_layers)]
     vars(cache)["linear_cache"] = [[] for _ in cache.layers]

@@ -224,6 +224,12 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
         kind = parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, dict) else None
         if kind in ("dynamic", "longrope"):
             refuse(model, f"rope_type {kind!r} depends on the length so far, which a chunk does not know")
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
+        refuse(
+            model,
+            "recurrent_kv_cache_mode='last_loop': with a cache, earlier loops attend to the last loop's keys "
+            "of the past, and without one to their own; set it to 'per_loop'",
+        )
     if why_not_recurrent := why_no_recurrence(config):
         refuse(model, why_not_recurrent)
     adapters = [

@@ -27,6 +27,7 @@ from adjoint.hf.chunking import kept_features
 from adjoint.hf.kernels.replacements import ReplacementPlan
 from adjoint.hf.model_parts import PassThrough, backbone_of, original_class
 from adjoint.hf.stage import Backbone, CausalLM, find_slots
+from adjoint.hf.transformers_api import looped_layers
 from adjoint.hf.verify.first_use import compare
 from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, in_eval_mode
 from adjoint.hf.verify.trial_gradients import TRIAL_SPEC, gradient_functions, gradients_by_engine
@@ -209,6 +210,8 @@ def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
                 check.refuse(
                     model, f"layers {layer_of_parameter[parameter]} and {k} share weights", check.ONE_PROCESS
                 )
+    if again := looped_layers(config):
+        check.refuse(model, f"its layers {again[0]} to {again[-1]} run in loops", check.ONE_PROCESS)
     check.refuse_other_losses(model, check.uses_router_loss(model))
     check.refuse_logit_penalty(model)
     with check.as_refusal(model), in_eval_mode(model):

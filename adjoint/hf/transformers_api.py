@@ -169,6 +169,26 @@ def recurrent_layers_unnamed(config: PreTrainedConfig) -> list[int]:
     return [k for k, kind in kinds if kind == "recurrent" and not isinstance(layers[k], LinearAttentionLayer)]
 
 
+# Models that run some layers in loops, by model_type: attributes for the first of these layers, for the one
+# after the last (None where the configuration counts them), and for the number of loops.
+_LOOPS = {
+    "inkling2_loop_text": ("loop_layer_index_start", "loop_layer_index_end", "loop_num_passes"),
+    "dory": ("n_input_layers", None, "n_recurrent_loops"),
+}
+
+
+def looped_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the layers that run again, in the order in which they do.
+
+    Each such run has cache layers of its own, which follow those of the model's layers."""
+    if config.model_type not in _LOOPS:
+        return []
+    first, end, loops = _LOOPS[config.model_type]
+    start = getattr(config, first)
+    stop = start + config.n_recurrent_layers if end is None else getattr(config, end)
+    return [*range(start, stop)] * (getattr(config, loops) - 1)
+
+
 def keeps_states_on_modules(config: PreTrainedConfig) -> bool:
     """Whether a model's own forward keeps its recurrent states on its modules, and returns no cache."""
     return config.model_type == "recurrent_gemma"

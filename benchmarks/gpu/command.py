@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from adjoint.tools.doctor import cuda_devices
+from adjoint.tools.doctor.installation import cuda_devices
 from adjoint.tools.measure.process import Point
 from benchmarks import report, runner
 from benchmarks.gpu.points import OPPONENT, SIMULATED, STAGES, WAYS, WRAPPED, points, sizes_of

@@ -22,7 +22,7 @@ def function_of(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed (make test-external)")
     compiled = COMPILED.get(package)
-    if compiled is not None and importlib.util.find_spec(compiled) is None:
+    if compiled is not None and compiled not in sys.modules and importlib.util.find_spec(compiled) is None:
         monkeypatch.setitem(sys.modules, compiled, ModuleType(compiled))
     # transformers puts other libraries' kernels around its own functions, where they are installed
     return inspect.unwrap(getattr(importlib.import_module(module), name))

@@ -7,6 +7,7 @@ and lines of PyTorch where it has none. Nothing of ours is among them. Skipped w
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from adjoint.hf.kernels.fla_mixers import MIXERS
 from adjoint.hf.split import describe
 from tests.engine.test_sequence import CUTS
 from tests.external.references import in_float64
+from tests.hf.hf_models import float64_throughout
 from tests.model_helpers import relative
 from tests.ranks import on_ranks
 
@@ -84,6 +86,36 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_bias": True,
         "residual_in_fp32": False,
     },
+    "GatedDeltaProduct": {"head_dim": 8, "num_householder": 3, "use_forget_gate": True},
+    "GatedDeltaProduct, negative": {"head_dim": 8, "num_householder": 2, "allow_neg_eigval": True},
+    "Comba": {"head_dim": 8},
+    "Comba, plain": {"head_dim": 6, "use_output_gate": False, "use_output_correction": False},
+    "PrecondGatedDeltaNet": {"head_dim": 8},
+    "PrecondGatedDeltaNet, grouped": {"head_dim": 8, "num_v_heads": 4, "allow_neg_eigval": True},
+    "PrecondKDA": {"head_dim": 8},
+    "LightNet": {"expand_ratio": 6, "gate_low_rank_dim": 4},
+    "Rodimus": {"block_type": "rodimus", "expand_ratio": 6, "num_heads": None, "residual_in_fp32": False},
+    "GatedDeltaNet, hybrid": {"head_dim": 8, "attn": {"layers": [1], "num_heads": 3}},
+    "GLA, hybrid": {
+        "num_hidden_layers": 3,
+        "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5, "qkv_bias": True},
+    },
+    "Samba": {
+        "num_hidden_layers": 4,
+        "state_size": 3,
+        "attn": {"layers": [1, 3], "num_heads": 2, "window_size": 6},
+    },
+    "Transformer": {"num_kv_heads": 1, "qk_norm": True},
+    "MLA": {
+        **{"q_lora_rank": 5, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+        **{"qk_head_dim": 10, "v_head_dim": 8},
+    },
+    "MLA, window": {
+        **{"q_lora_rank": None, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+        **{"qk_head_dim": 10, "v_head_dim": 10, "window_size": 5},
+    },
+    "Raven": {"num_slots": 6, "topk": 2, "add_gumbel_noise": False},
+    "Raven, decays per slot": {"num_slots": 6, "topk": 3, "add_gumbel_noise": False, "decay_type": "GLA"},
     "LinearAttention": {},
     "LinearAttention, plain": {
         "feature_map": "elu",
@@ -99,6 +131,9 @@ def make(name: str, **more: Any) -> Any:
 
     torch.manual_seed(0)
     kind = name.partition(",")[0]
+    for module in [*sys.modules.values()]:  # without flash-attn there are no models with attention
+        if getattr(module, "__name__", "").startswith("fla.layers.") and "flash_attn_func" in vars(module):
+            vars(module).update(flash_attn_func=attention, flash_attn_varlen_func=attention)
     sizes = {k: v for k, v in SIZES.items() if not (kind.startswith("Mamba") and k in NOT_OF_MAMBA)}
     config = getattr(fla.models, f"{kind}Config")(**{**sizes, **MODELS.get(name, {}), **more})
     model = getattr(fla.models, f"{kind}ForCausalLM")(config).double().train()
@@ -136,6 +171,87 @@ def delta_rule(kind: str) -> Any:
         return naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0], None
 
     return rule
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: Any = (-1, -1)) -> Tensor:
+    assert causal and q.shape[1] == k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    age = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    seen = (age >= 0) & (age <= (window_size[0] if window_size[0] >= 0 else len(age)))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+def delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, num_householder: int, **has: Any
+) -> Any:
+    from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
+
+    assert has["use_qk_l2norm_in_kernel"]
+    scale = q.shape[-1] ** -0.5
+    inputs = unit(q), unit(k), v, g, beta, scale, None, has.get("initial_state")
+    return naive_recurrent_gated_delta_product(*inputs, True, num_householder)
+
+
+def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, **has: Any) -> Any:
+    from fla.ops.comba.naive import naive_recurrent_comba
+
+    inputs = unit(q), unit(k), v, unit(p), beta, g, None, has.get("initial_state")
+    return naive_recurrent_comba(*inputs, output_final_state=True)
+
+
+def preconditioned(q: Tensor, k: Tensor, v: Tensor, **has: Any) -> Any:
+    from fla.ops.precond_gated_delta_rule import naive as gated_naive
+    from fla.ops.precond_kda.naive import naive_recurrent_precond_kda
+
+    names = (
+        "g",
+        "beta",
+        "g_atk",
+        "beta_atk",
+        "initial_state",
+        "initial_A_state",
+        "x",
+        "eps",
+        "log_atk_scale",
+    )
+    inputs = {name: has[name] for name in names if name in has}
+    inputs |= {"q": unit(q), "k": unit(k), "v": v, "output_final_state": True}
+    if inputs["g"].dim() == 4:
+        return naive_recurrent_precond_kda(**inputs)
+    with pytest.MonkeyPatch.context() as patch:  # it divides by norms without an epsilon
+        patch.setattr(gated_naive.F, "normalize", lambda x, **_: x)
+        return gated_naive.naive_recurrent_precond_gated_delta_rule(**inputs)
+
+
+def lightnet(q: Tensor, k: Tensor, v: Tensor, state_v_first: bool, **has: Any) -> Any:
+    """Each channel of the keys weighs the tokens so far by a softmax; fla has no reference of it."""
+    assert state_v_first and has.get("initial_state") is None
+    logits = k[:, None].expand(-1, k.shape[1], -1, -1, -1)  # (batch, query, token, heads, d_k)
+    later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    weights = logits.masked_fill(later[None, :, :, None, None], float("-inf")).softmax(2)
+    states = torch.einsum("bqthk,bthv->bqhvk", weights, v)
+    o = torch.einsum("bqhk,bqhvk->bqhv", q * q.shape[-1] ** -0.5, states)
+    return o, (states[:, -1], k.logsumexp(1, keepdim=True))
+
+
+def kda_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: Any = None) -> Tensor:
+    from fla.ops.kda.gate import naive_kda_gate
+
+    assert lower_bound is None
+    return naive_kda_gate(g, A_log, dt_bias)
+
+
+def gated_norm_linear(
+    x: Any, g: Any, norm_weight: Any, norm_bias: Any, linear_weight: Any, linear_bias: Any
+) -> Any:
+    return F.linear(
+        gated_norm(x, g, weight=norm_weight, bias=norm_bias, eps=1e-6), linear_weight, linear_bias
+    )
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any) -> Any:
@@ -202,8 +318,10 @@ def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **has: Any) -> 
     return o.transpose(1, 2), state
 
 
-def norm_linear(x: Tensor, norm_weight: Any, norm_bias: Any, linear_weight: Tensor, linear_bias: Any) -> Any:
-    return F.linear(norm(x, norm_weight, norm_bias, eps=1e-5), linear_weight, linear_bias)
+def norm_linear(
+    x: Tensor, norm_weight: Any, norm_bias: Any, linear_weight: Tensor, linear_bias: Any, eps: float = 1e-5
+) -> Any:
+    return F.linear(norm(x, norm_weight, norm_bias, eps=eps), linear_weight, linear_bias)
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, residual: Any, eps: float, prenorm: bool, **_: Any) -> Any:
@@ -278,6 +396,18 @@ PLACES = {
     "layers.gla": {"chunk_gla": gla, "fused_recurrent_gla": gla},
     "layers.hgrn2": {"fused_recurrent_gla": gla, "swish": F.silu, "rms_norm_linear": norm_linear},
     "layers.gsa": {"fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear},
+    "layers.gated_deltaproduct": {"chunk_gated_delta_product": delta_product},
+    "layers.comba": {"chunk_comba": comba},
+    "layers.precond_gated_deltanet": {"chunk_precond_gated_delta_rule": preconditioned},
+    "layers.precond_kda": {"chunk_precond_kda": preconditioned, "fused_kda_gate": kda_gate},
+    "layers.lightnet": {
+        "fused_recurrent_lightnet": lightnet,
+        "rms_norm_swish_gate_linear": gated_norm_linear,
+    },
+    "layers.rodimus": {"chunk_gla": gla, "fused_recurrent_gla": gla},
+    "layers.attn": {"flash_attn_func": attention},
+    "layers.mla": {"flash_attn_func": attention},
+    "layers.raven": {"chunk_gsa": gsa, "fused_recurrent_gsa": gsa, "rms_norm_linear": norm_linear},
     "layers.rwkv6": {"fused_recurrent_rwkv6": rwkv6, "token_shift": token_shift},
     "layers.rwkv7": {
         "chunk_rwkv7": rwkv7,
@@ -304,33 +434,32 @@ PLACES = {
 ACTIVATIONS = {"act": F.silu, "gate_fn": F.silu, "act_fn": lambda x: F.relu(x).square()}
 
 
+def run_by_references(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the gradients of a copy of an unwrapped model."""
+    model = copy.deepcopy(model)
+    model.config.fuse_cross_entropy = False
+    for module in model.modules():
+        for name, activation in ACTIVATIONS.items():
+            if name in vars(module):
+                setattr(module, name, activation)
+    with pytest.MonkeyPatch.context() as theirs:
+        for module, functions in PLACES.items():
+            for name, function in functions.items():
+                reference = delta_rule(function) if isinstance(function, str) else function
+                theirs.setattr(sys.modules[f"fla.{module}"], name, reference)
+        in_float64(theirs)
+        theirs.setattr(sys.modules["fla.ops.kda.gate"].naive_kda_gate, "__defaults__", (None, torch.float64))
+        lower = sys.modules["fla.ops.kda.gate"].naive_kda_lowerbound_gate
+        theirs.setattr(lower, "__defaults__", (*lower.__defaults__[:-1], torch.float64))
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
 @pytest.fixture
-def by_references(monkeypatch: pytest.MonkeyPatch) -> Any:
+def by_references() -> Any:
     """A way to run an unwrapped model: loss and gradients."""
-
-    def run(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        model = copy.deepcopy(model)
-        model.config.fuse_cross_entropy = False
-        for module in model.modules():
-            for name, activation in ACTIVATIONS.items():
-                if name in vars(module):
-                    setattr(module, name, activation)
-        with monkeypatch.context() as theirs:
-            for module, functions in PLACES.items():
-                for name, function in functions.items():
-                    found = delta_rule(function) if isinstance(function, str) else function
-                    theirs.setattr(sys.modules[f"fla.{module}"], name, found)
-            in_float64(theirs)
-            theirs.setattr(
-                sys.modules["fla.ops.kda.gate"].naive_kda_gate, "__defaults__", (None, torch.float64)
-            )
-            lower = sys.modules["fla.ops.kda.gate"].naive_kda_lowerbound_gate
-            theirs.setattr(lower, "__defaults__", (*lower.__defaults__[:-1], torch.float64))
-            loss = model(**batch, use_cache=False).loss
-            loss.backward()
-        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-    return run
+    return run_by_references
 
 
 KEYS_AND_VALUES = {"q": "bthk", "k": "bthk", "v": "bthv"}
@@ -458,8 +587,9 @@ def test_gradients_are_those_of_fla_s_references(
     ids = torch.randint(31, (2, tokens), generator=torch.Generator().manual_seed(1))
     loss, expected = by_references(model, input_ids=ids, labels=ids)
     adjoint.wrap(model, Exact(4))
-    got = model(input_ids=ids, labels=ids).loss
-    got.backward()
+    with float64_throughout():  # for layers' own casts
+        got = model(input_ids=ids, labels=ids).loss
+        got.backward()
     assert relative(got.detach(), loss) <= 1e-12
     for key, parameter in model.named_parameters():
         assert relative(parameter.grad, expected[key]) <= 1e-10, key
@@ -479,6 +609,17 @@ def test_gradients_are_those_of_fla_s_references(
         "RWKV7",
         "Mamba",
         "Mamba2, limited",
+        "GatedDeltaProduct",
+        "Comba",
+        "PrecondGatedDeltaNet, grouped",
+        "PrecondKDA",
+        "LightNet",
+        "Rodimus",
+        "GLA, hybrid",
+        "Samba",
+        "Transformer",
+        "MLA",
+        "Raven",
     ],
 )
 def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +632,8 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     adjoint.wrap(model, Exact(4))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     labels = ids.masked_fill(positions == 0, -100)  # no token predicts another document's
-    with pytest.warns(UserWarning, match="own forward lets documents attend to earlier ones"):
+    warned = pytest.warns(UserWarning, match="own forward lets documents attend to earlier ones")
+    with warned, float64_throughout():
         model(input_ids=ids, labels=labels, position_ids=positions).loss.backward()
     for key, parameter in model.named_parameters():
         expected = sum(share * gradients[key] for share, (_, gradients) in zip(shares, alone, strict=True))
@@ -499,7 +641,8 @@ def test_documents_and_padding(name: str, by_references: Any, monkeypatch: pytes
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids[:, : lengths[0]]], dim=1)
     places = torch.arange(padded.shape[1])[None]
     labels = padded.masked_fill(places <= 3, -100)
-    loss = model(input_ids=padded, labels=labels, attention_mask=(places >= 3).long()).loss
+    with float64_throughout():
+        loss = model(input_ids=padded, labels=labels, attention_mask=(places >= 3).long()).loss
     assert relative(loss.detach(), alone[0][0]) <= 1e-12
 
 
@@ -516,7 +659,11 @@ def shared(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "RWKV7", "Mamba2"]
+    "name",
+    [
+        *("KDA", "DeltaNet", "RetNet", "LinearAttention, plain", "RWKV6", "RWKV7", "Mamba2"),
+        *("GatedDeltaProduct", "PrecondKDA", "LightNet", "GatedDeltaNet, hybrid", "Samba"),
+    ],
 )
 def test_ranks_that_share_sequences(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, shared, name)
@@ -554,10 +701,48 @@ def test_documents_cut_by_ranks(
     on_ranks(ranks, tmp_path, cut_by_ranks, name, lengths, expected)
 
 
+# Models with a class that is refused: options, and the class.
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "ABC": ({}, "ABCAttention"),
+    "BitNet": ({}, "BitAttention"),
+    "CAT": ({}, "CATModel"),
+    "CyclicFlowAttention": ({}, "CyclicFlowAttention"),
+    "DeltaFormer": ({}, "DeltaFormerAttention"),
+    "ForgettingTransformer": ({}, "ForgettingAttention"),
+    "LogLinearMamba2": ({}, "LogLinearMamba2"),
+    "Mamba3": ({"head_dim": 8}, "Mamba3"),
+    "MesaNet": ({}, "MesaNet"),
+    "MoBA": ({}, "MoBA"),
+    "Mom": ({}, "MomAttention"),
+    "NSA": ({"num_kv_heads": 1}, "NativeSparseAttention"),
+    "PaTHAttention": ({}, "PaTHAttention"),
+    "Parallax": ({}, "Parallax"),
+    "StickBreakingAttention": ({}, "StickBreakingAttention"),
+    "WallTransformer": ({}, "WallAttention"),
+    "YOCO": ({}, "YOCOModel"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_class_that_lacks_something_is_refused_with_what_it_lacks(name: str) -> None:
+    options, cls = UNSUPPORTED[name]
+    ids = torch.randint(31, (1, 9))
+    model = adjoint.wrap(make(name, **options), Exact(4))
+    with pytest.raises(Refused, match=f"fla's {cls} is not supported: {re.escape(kernels.UNSUPPORTED[cls])}"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_every_class_of_fla_is_tried_or_refused_by_name() -> None:
+    import fla.models
+
+    classes = {name.removesuffix("ForCausalLM") for name in dir(fla.models) if name.endswith("ForCausalLM")}
+    assert classes == {name.partition(",")[0] for name in MODELS} | UNSUPPORTED.keys()
+    assert {cls for _, cls in UNSUPPORTED.values()} == kernels.UNSUPPORTED.keys()
+
+
 def test_what_is_not_known_is_refused_by_name() -> None:
     ids = torch.randint(31, (1, 9))
     for name, more, said in (
-        ("LightNet", {}, "fla's LightNetAttention is not supported; GatedDeltaNet"),
         ("KDA", {"attnres_block_size": 2, "head_dim": 8}, "set attnres_block_size to None"),
     ):
         model = adjoint.wrap(make(name, **more), Exact(4))

@@ -132,6 +132,27 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "InklingForCausalLM": INKLING,
         "Inkling2ForCausalLM": INKLING,
     },
+    "looped depth": {  # some layers run again, each time with keys, values and tails of their own
+        "Inkling2LoopForCausalLM": {
+            **{
+                "num_hidden_layers": 6,
+                "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+                "num_experts_per_tok": 2,
+            },
+            **{
+                "loop_layer_index_start": 2,
+                "loop_layer_index_end": 4,
+                "loop_num_passes": 3,
+                "loop_gate_rank": 4,
+            },
+            "n_layers_per_attn_res_block": 2,
+        },
+        "DoryForCausalLM": {
+            **WINDOW,
+            **{"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+            **{"layer_types": ["sliding_attention", "full_attention"] * 2, "n_recurrent_loops": 3},
+        },
+    },
     "attention": {
         "LlamaForCausalLM": {},
         "Qwen3ForCausalLM": {},
@@ -199,8 +220,11 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 
 MODELS = {name: options for classes in FAMILIES.values() for name, options in classes.items()}
 
-# Classes whose cache the releases before did not fill in a way that chunks can go on from.
+# Classes that earlier releases gave no cache that chunks can go on from, or no backbone, or could not run.
 EXACT_SINCE = {
+    "GraniteSpeechForConditionalGeneration": (5, 15),
+    "Granite4VisionForConditionalGeneration": (5, 20),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": (5, 21),
     "DeepseekV32ForCausalLM": (5, 18),
     "Qwen4ExpForCausalLM": (5, 21),
     "Qwen4ExpForConditionalGeneration": (5, 21),
@@ -467,7 +491,8 @@ def one_line(message: str) -> Iterator[None]:
 
 def cache_contents(model: Any) -> str:
     """Describe what the cache of a wrapped model holds, once the model has been used."""
-    verification, *_ = model.__dict__["_adjoint"].verifications
+    wrapped = next(module for module in model.modules() if "_adjoint" in vars(module))
+    verification, *_ = vars(wrapped)["_adjoint"].verifications
     grows = {slot.grows is not None for slot in verification.slots}
     return {(True,): "keys and values", (False,): "recurrent"}.get(tuple(grows), "both")
 

@@ -45,8 +45,8 @@ def test_loss_and_gradients_are_the_models_own(name: str) -> None:
     model, inputs = make_multimodal(name), make_multimodal_batch(name)
     expected = loss_and_gradients(model, **inputs)
     assert_exact(loss_and_gradients(wrapped_copy(model), **inputs), expected)
-    in_tower = [n for n in expected[1] if "vision" in n or "visual" in n or "audio" in n]
-    assert len(in_tower) > 10 and all(expected[1][n].norm() > 0 for n in in_tower[:3])
+    in_towers = [n for n in expected[1] if "language_model" not in n and "lm_head" not in n]
+    assert sum(bool(expected[1][n].norm() > 0) for n in in_towers) > 5
 
 
 def test_the_table_lists_what_is_tried() -> None:

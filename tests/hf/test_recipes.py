@@ -22,6 +22,7 @@ IN_ONE_PROCESS = [  # importing takes the longest
     "state_passing",
     "masked_tokens",
     "same_run",
+    "other_layers",
 ]
 APART = {"trl_distillation": "trl", "grpo": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
@@ -53,8 +54,8 @@ def run_recipes(names: list[str], folder: Path) -> str:
 def test_recipes(tmp_path: Path) -> None:
     """Each compares itself with the model as it is, and fails if they differ."""
     printed = run_recipes(IN_ONE_PROCESS, tmp_path)
-    assert printed.count("against plain autograd") == 4
-    assert printed.count("step   2  loss") == 6
+    assert printed.count("against plain autograd") == 5
+    assert printed.count("step   2  loss") == 7
     assert "difference from the model as it is" in printed
     assert "eval_loss" in printed
 

@@ -18,7 +18,7 @@ import torch
 from adjoint.cli import main
 from adjoint.cluster.devices import Device, Inventory
 from adjoint.kernels import dispatch, operation, trial
-from adjoint.tools import doctor
+from adjoint.tools.doctor import installation as doctor
 
 REPOSITORY = Path(__file__).parents[2]
 needs_cpp = pytest.mark.skipif(dispatch.why_not("cpu") is not None, reason="no C++ kernels here")

@@ -236,7 +236,10 @@ SWEEPS = [
 OTHERS = [
     ("trian", "did you mean train?"),
     ("doctor --jsn", "--jsn: adjoint doctor has no such flag; did you mean --json?"),
-    ("doctor stray", "'stray': adjoint doctor has no such argument"),
+    ("doctor stray", "stray: no such model name, class, model_type or folder"),
+    ("doctor Jamba stray", "'stray': adjoint doctor has no such argument"),
+    ("doctor Nemotrn", "did you mean Nemotron-H"),
+    ("doctor .", "has no config.json"),
     ("eval run --lenght 4", "--lenght: adjoint eval has no such flag; did you mean --lengths?"),
     (
         "eval adapter",

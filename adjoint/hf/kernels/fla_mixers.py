@@ -1,15 +1,17 @@
 """Forwards in the places of flash-linear-attention's mixers, which go on from a cache's states.
 
-Its Mamba and Mamba-2 go on from states by single tokens alone."""
+Its Mamba and Mamba-2 go on from states by single tokens alone, and its attention needs flash-attn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.hf.cache import RecurrentLayer
+from adjoint.hf.cache import AttentionLayer, RecurrentLayer
+from adjoint.kernels.attention import causal_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.selective_scan import selective_scan
@@ -117,6 +119,83 @@ def _mamba2(
     return module.out_proj(y), None
 
 
+class _Attention(nn.Module):
+    """Attributes of fla's Attention."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+    rotary: nn.Module
+    qk_norm: bool
+    head_dim: int
+    window_size: int | None
+    max_position_embeddings: int | None
+
+
+def _attention(
+    module: _Attention,
+    cache: AttentionLayer,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,  # of padding behind a chunk's tokens, which no token sees
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Run attention with rotary positions on a chunk."""
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    q, k, v = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+    if module.qk_norm:
+        q, k = module.q_norm(q), module.k_norm(k)
+    longest = max(cache.past_length + q.shape[1], module.max_position_embeddings or 0)
+    q, k = module.rotary(q, k, seqlen_offset=cache.past_length, max_seqlen=longest, cu_seqlens=None)
+    keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2))
+    y = causal_attention(q.transpose(1, 2), keys, values, module.window_size)
+    return module.o_proj(y.transpose(1, 2).flatten(-2)), None
+
+
+class _LatentAttention(nn.Module):
+    """Attributes of fla's MultiheadLatentAttention."""
+
+    q_proj: nn.Module
+    kv_proj: nn.Module
+    k_rope: nn.Linear
+    o_proj: nn.Linear
+    rotary: nn.Module
+    num_heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    window_size: int | None
+    max_position_embeddings: int | None
+
+
+def _latent_attention(
+    module: _LatentAttention,
+    cache: AttentionLayer,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,  # as of attention
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Run attention whose keys and values are made of a few channels (MLA, DeepSeek-V2) on a chunk."""
+    heads, plain = module.num_heads, module.qk_nope_head_dim
+    q = module.q_proj(hidden_states).unflatten(-1, (heads, -1))
+    keys_and_values = module.kv_proj(hidden_states).unflatten(-1, (heads, -1))
+    k, v = keys_and_values[..., :plain], keys_and_values[..., plain:]
+    longest = max(cache.past_length + q.shape[1], module.max_position_embeddings or 0)
+    turned = module.rotary(
+        q[..., plain:],
+        module.k_rope(hidden_states).unsqueeze(2),
+        seqlen_offset=cache.past_length,
+        max_seqlen=longest,
+        cu_seqlens=None,
+    )
+    q = torch.cat([q[..., :plain], turned[0]], dim=-1)
+    k = torch.cat([k, turned[1].expand(-1, -1, heads, -1)], dim=-1)
+    keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2))
+    y = causal_attention(q.transpose(1, 2), keys, values, module.window_size)
+    return module.o_proj(y.transpose(1, 2).flatten(-2)), None
+
+
 def _mixer_conv(module: _Mamba | _Mamba2, cache: RecurrentLayer, x: Tensor) -> Tensor:
     """Convolve x (batch, seqlen, channels) from the cache's tail on, and store the new tail."""
     weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
@@ -132,4 +211,9 @@ def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 # By the name of fla's class.
-MIXERS: dict[str, Callable[..., tuple[Tensor, None]]] = {"Mamba": _mamba, "Mamba2": _mamba2}
+MIXERS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    "Mamba": _mamba,
+    "Mamba2": _mamba2,
+    "Attention": _attention,
+    "MultiheadLatentAttention": _latent_attention,
+}

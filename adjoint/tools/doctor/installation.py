@@ -1,4 +1,4 @@
-"""`adjoint doctor`: what this machine has, which backend runs what and why, and whether it computes right.
+"""Report of this installation: which backend runs what and why, and whether it computes right.
 
 Nothing is said that was not looked at in this very process: a backend is usable if it was loaded, and works
 if its scan agreed with the reference in float64.
@@ -7,7 +7,6 @@ if its scan agreed with the reference in float64.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import socket
@@ -27,7 +26,6 @@ from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.parallel import network
 from adjoint.tools.measure.show import print_table
-from adjoint.train.flags import Flags
 from adjoint.train.machine import Environment, environment, versions
 
 SECTIONS = {
@@ -59,27 +57,6 @@ TRIED_DTYPES = (torch.float32, torch.bfloat16)  # on a GPU, where a trial compil
 # What rounding leaves of a scan and each of its gradients, relative to its L2 norm.
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
 Finding = dict[str, Any]
-
-
-def main(argv: list[str]) -> int:
-    """`adjoint doctor`: exit code 0, or 1 if no backend computes a selective scan right."""
-    parser = Flags(
-        prog="adjoint doctor",
-        description="Report what this machine has and which code runs what: versions, devices, MIG slices, "
-        "the scan backends and why one is not usable, settings of threads, network interfaces. "
-        "Under torchrun also the address and interface of each process. "
-        "Checks every usable backend against the reference in float64.",
-        epilog="Takes a few seconds, and the first time some more to build the C++ kernels; on a GPU "
-        "minutes, as each Triton kernel is compiled. Exit code 0, or 1 if no backend works.",
-    )
-    parser.add("--json", "print it as JSON, for programs and bug reports", action="store_true")
-    as_json = parser.parse_args(argv).json
-    report = examine()
-    if as_json:
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
-    return 0 if report["works"] else 1
 
 
 def examine() -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""`adjoint doctor`: what a machine has, and whether a model is supported."""
