@@ -14,6 +14,7 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.rms_norm import l2_norm
 
 
 def delta_product(
@@ -41,7 +42,7 @@ def delta_product(
     seq_idx = documents(cu_seqlens, initial_state, output_final_state)
     assert beta is not None
     n, wide = num_householder, accumulate_dtype(q.dtype)
-    queries, keys = (_unit(t.to(wide)) if use_qk_l2norm_in_kernel else t.to(wide) for t in (q, k))
+    queries, keys = (l2_norm(t.to(wide)) if use_qk_l2norm_in_kernel else t.to(wide) for t in (q, k))
     decays = beta.new_zeros(q.shape[:3], dtype=wide) if g is None else g.to(wide)
     if seq_idx is not None:
         seq_idx = seq_idx.repeat_interleave(n, dim=1)
@@ -79,7 +80,7 @@ def comba(
     seq_idx, wide = documents(cu_seqlens, initial_state, output_final_state), accumulate_dtype(q.dtype)
     queries, keys, reads = (t.to(wide) for t in (q, k, p))
     if use_qk_l2norm_in_kernel:
-        queries, keys, reads = map(_unit, (queries, keys, reads))
+        queries, keys, reads = map(l2_norm, (queries, keys, reads))
     o, final = _write_apart(queries, keys, reads, v, g, beta, scale, initial_state, seq_idx)
     return o, final if output_final_state else None
 
@@ -119,7 +120,7 @@ def preconditioned(
     assert not use_gate_in_kernel
     state = initial_state if initial_state is not None else initial_A_state
     seq_idx, wide = documents(cu_seqlens, state, output_final_state), accumulate_dtype(q.dtype)
-    queries, keys = (_unit(t.to(wide)) if use_qk_l2norm_in_kernel else t.to(wide) for t in (q, k))
+    queries, keys = (l2_norm(t.to(wide)) if use_qk_l2norm_in_kernel else t.to(wide) for t in (q, k))
     weights, decays = beta_atk.to(wide).unsqueeze(-1), g_atk.to(wide).exp().unsqueeze(-1)
     squares = (weights * keys.square()).flatten(2)
     before = None if initial_A_state is None else initial_A_state.to(wide).flatten(1)
@@ -160,7 +161,3 @@ def _write_apart(
         scaled(queries, scale), writes, v, reads * decays.exp(), -writes, decays, initial_state, seq_idx
     )
     return o.to(v.dtype), final
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

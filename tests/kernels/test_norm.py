@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import adjoint
-from adjoint.kernels.rms_norm import rms_norm
+from adjoint.kernels.rms_norm import l2_norm, rms_norm
 from tests.kernels.helpers import BACKENDS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned")
@@ -89,5 +89,25 @@ def test_what_does_not_fit_is_refused():
 
 def test_the_operator_that_writes_another_dtype():
     x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.ones(8)
-    options = 1e-5, 4, torch.float32, torch.bfloat16, None
+    options = 1e-5, 4, 0.5, torch.float32, torch.bfloat16, None
     torch.library.opcheck(torch.ops.adjoint.rms_norm, (x, weight, None, None, *options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_has_an_offset_and_may_be_left_out(backend: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(2, 7, 3, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    weight = torch.randn(24, generator=draw, dtype=torch.float64)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    root = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+    around_one = (x * root).flatten(-2) * (1 + weight)
+    expected = torch.autograd.grad(around_one, (x, weight), dy.flatten(-2))
+    ours = rms_norm(x.flatten(-2), weight, 1e-3, group_size=8, backend=backend, offset=1.0)
+    gradients = torch.autograd.grad(ours, (x, weight), dy.flatten(-2))
+    for a, b in zip((ours, *gradients), (around_one, *expected), strict=True):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+    unit = 0.3 * x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    ours = l2_norm(x, scale=0.3)
+    assert (ours - unit).norm() <= 1e-14 * unit.norm()
+    difference = torch.autograd.grad(ours, x, dy)[0] - torch.autograd.grad(unit, x, dy)[0]
+    assert difference.norm() <= 1e-14 * dy.norm()

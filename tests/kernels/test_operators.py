@@ -51,7 +51,13 @@ def given_to(case: Case) -> tuple[list[Tensor | None], tuple[Any, ...]]:
         tensors["reset"][:, case["seqlen"] // 2] = True
     options = {"backend": case["backend"], "window": case.get("window"), "halo": 0, "silu": True}
     options |= {"delta_softplus": True, "dt_softplus": True}
-    options |= {"eps": 1e-5, "group_size": case["d"], "x_dtype": torch.float64, "dtype": torch.float64}
+    options |= {
+        "eps": 1e-5,
+        "group_size": case["d"],
+        "offset": 0.5,
+        "x_dtype": torch.float64,
+        "dtype": torch.float64,
+    }
     names = {
         name: tensor for name, tensor in arguments(operator(case["operation"])).items() if name != "save"
     }

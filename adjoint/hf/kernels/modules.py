@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from adjoint.engine.host_weights import is_unit, with_weights_fetched
 from adjoint.hf.model_parts import Forward, original_class
 from adjoint.hf.transformers_api import ACT2FN, MODELS
-from adjoint.kernels.checks import accumulate_dtype, is_untouched
+from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.gated import gated, gated_linear
 from adjoint.kernels.rms_norm import rms_norm
 
@@ -126,7 +126,7 @@ def _apply_norm(module: _Norm, x: Tensor, gate: Tensor | None = None) -> Tensor:
 
 def _apply_norm_around_one(module: _Norm, x: Tensor) -> Tensor:
     # the sum in float32 at least, as theirs: half precision would round small weights away beside one
-    return rms_norm(x, 1.0 + module.weight.to(accumulate_dtype(x.dtype)), module.eps)
+    return rms_norm(x, module.weight, module.eps, offset=1.0)
 
 
 def _fits_norm(module: _Norm, epsilon: str = "variance_epsilon") -> bool:

@@ -529,20 +529,26 @@ def _norm_args(group_size: int, x: Tensor, **tensors: Tensor | None) -> _NormArg
     return args
 
 
-def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype):
+def _norm_weight(x: Tensor, weight: Tensor | None, offset: float) -> Tensor:
+    if weight is None:
+        return x.new_full((x.shape[-1],), offset)
+    return weight + offset if offset else weight
+
+
+def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0.0):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
     s = None if residual is None else x.new_empty(x.shape)
     args = _norm_args(group_size, x, gate=gate, residual=residual)
     args.eps = eps
-    args.set_pointers(weight=weight, rstd=rstd, y=y, s=s)
+    args.set_pointers(weight=_norm_weight(x, weight, offset), rstd=rstd, y=y, s=s)
     _function("norm", x.dtype)(ctypes.byref(args), 0)
     return y.to(dtype), s, rstd
 
 
-def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype):
+def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset=0.0):
     args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
-    args.set_pointers(weight=weight, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
+    args.set_pointers(weight=_norm_weight(s, weight, offset), rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
     _function("norm", s.dtype)(ctypes.byref(args), 1)
-    return dx, dweight.sum(0).to(s.dtype), dgate, None
+    return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None

@@ -12,13 +12,13 @@ from adjoint.kernels.operation import CPU, Code, Operation, register
 from adjoint.kernels.rms_norm import reference, trial
 
 
-def _forward(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, save=False):
+def _forward(x, weight, gate, residual, eps, group_size, offset, x_dtype, dtype, backend, save=False):
     code = dispatch.choose("rms_norm", backend, x.device, x.dtype)
-    y, s, rstd = code.forward(x, weight, gate, residual, eps, group_size, dtype)
+    y, s, rstd = code.forward(x, weight, gate, residual, eps, group_size, dtype, offset)
     return y, x.new_empty(0) if s is None else s, rstd if save else None
 
 
-def _fake(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, save=False):
+def _fake(x, weight, gate, residual, eps, group_size, offset, x_dtype, dtype, backend, save=False):
     s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
     groups = x.shape[-1] // group_size
     rstd = x.new_empty(
@@ -27,19 +27,20 @@ def _fake(x, weight, gate, residual, eps, group_size, x_dtype, dtype, backend, s
     return x.new_empty(x.shape, dtype=dtype), s, rstd
 
 
-def _backward(dy, ds, s, weight, gate, rstd, eps, group_size, x_dtype, dtype, backend):
+def _backward(dy, ds, s, weight, gate, rstd, eps, group_size, offset, x_dtype, dtype, backend):
     """(cotangent of the sum, dweight, dgate, the first once more as x's where x has another dtype)."""
     code = dispatch.choose("rms_norm", backend, s.device, x_dtype)
     dy = torch.zeros_like(s, dtype=dtype) if dy is None else dy
     # without a residual the sum is an empty stand-in, and so is its cotangent
     ds = None if ds is None or ds.shape != s.shape else ds
-    return code.backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype)
+    return code.backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset)
 
 
-def _backward_fake(dy, ds, s, weight, gate, rstd, eps, group_size, x_dtype, dtype, backend):
+def _backward_fake(dy, ds, s, weight, gate, rstd, eps, group_size, offset, x_dtype, dtype, backend):
     dgate = None if gate is None else gate.new_empty(gate.shape)
     dx = None if s.dtype == x_dtype else s.new_empty(s.shape, dtype=x_dtype)
-    return s.new_empty(s.shape), weight.new_empty(weight.shape), dgate, dx
+    dweight = None if weight is None else weight.new_empty(weight.shape)
+    return s.new_empty(s.shape), dweight, dgate, dx
 
 
 def _route(ds, dweight, dgate, dx):
@@ -48,15 +49,15 @@ def _route(ds, dweight, dgate, dx):
 
 _rms_norm = operators.register(
     "rms_norm",
-    "Tensor x, Tensor weight, Tensor? gate, Tensor? residual",
-    "float eps, int group_size, ScalarType x_dtype, ScalarType dtype, str? backend",  # of x, of y
+    "Tensor x, Tensor? weight, Tensor? gate, Tensor? residual",
+    "float eps, int group_size, float offset, ScalarType x_dtype, ScalarType dtype, str? backend",
     outputs=2,
     gradients=4,
     forward=_forward,
     fake=_fake,
     backward=_backward,
     has_intermediate=True,
-    saved_schema="Tensor s, Tensor weight, Tensor? gate, Tensor rstd",
+    saved_schema="Tensor s, Tensor? weight, Tensor? gate, Tensor rstd",
     select_saved=lambda x, weight, gate, residual, y, s, rstd: (
         x if residual is None else s,
         weight,
@@ -71,18 +72,19 @@ _rms_norm = operators.register(
 @overload
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float = ...,
     gate: Tensor | None = ...,
     group_size: int | None = ...,
     backend: str | None = ...,
     residual: None = ...,
     dtype: torch.dtype | None = ...,
+    offset: float = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float = ...,
     gate: Tensor | None = ...,
     group_size: int | None = ...,
@@ -90,29 +92,32 @@ def rms_norm(
     *,
     residual: Tensor,
     dtype: torch.dtype | None = ...,
+    offset: float = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float = 1e-5,
     gate: Tensor | None = None,
     group_size: int | None = None,
     backend: str | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    offset: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y = weight v / sqrt(mean(v²) + eps) with v = s silu(gate), or s, and s = x + residual, or x (Zhang &
-    Sennrich 2019; gated as in Mamba-2, Dao & Gu 2024, section 7).
+    """y = (offset + weight) v / sqrt(mean(v²) + eps) with v = s silu(gate), or s, and s = x + residual, or x
+    (Zhang & Sennrich 2019; gated as in Mamba-2, Dao & Gu 2024, section 7).
 
     With a residual the sum is computed once, in the pass that normalises it, and given back: the stream goes
     on from it. In the backward too the cotangent of s that comes from further on is added in the norm's pass.
 
     Args:
-        x, gate: (…, d), floating point. weight: (d,).
+        x, gate: (…, d), floating point. weight: (d,); None for zeros.
         group_size: channels a mean is taken over; all d if None.
         backend: a name of `adjoint.backends()`; None picks one.
         residual: (…, d), floating point; may be wider than x, as the stream of a model under autocast is.
         dtype: y's; x's if None. With what a matrix product behind the norm reads nothing is cast in between.
+        offset: added to the weight in float32 at least, as the 1 of weights that are trained around it.
 
     Returns:
         y, computed in float32 at least and rounded once to `dtype`; with a residual (y, s), s in residual's
@@ -135,9 +140,11 @@ def rms_norm(
         wide = narrow = torch.promote_types(wide, accumulate_dtype(residual.dtype))
         stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
-    if backend != "triton" or weight.dtype != narrow:  # its kernels widen a weight while they read it
+    if weight is not None and (
+        backend != "triton" or weight.dtype != narrow
+    ):  # its kernels widen a weight while they read it
         weight = weight.to(wide)
-    y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, eps, group_size, narrow, dtype, backend)
+    y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, eps, group_size, offset, narrow, dtype, backend)
     return y if residual is None else (y, s.to(residual.dtype))
 
 
@@ -150,8 +157,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6, dtype: torch.dtype | None = None, scal
     """
     d = x.shape[-1]
     flat = x.flatten(-2) if x.dim() > 2 else x  # heads that are a slice of wider rows stay where they are
-    weight = x.new_full((flat.shape[-1],), scale * d**-0.5)
-    return rms_norm(flat, weight, eps / d, group_size=d, dtype=dtype).view(x.shape)
+    return rms_norm(flat, None, eps / d, group_size=d, dtype=dtype, offset=scale * d**-0.5).view(x.shape)
 
 
 OPERATION = register(

@@ -24,4 +24,10 @@ def rms_norm(
     # under autocast a block's norm reads the float32 stream and writes what its linear map reads
     y, _, rstd = forward(residual, weight, None, None, 1e-5, 48, d.dtype)
     gradients = backward(dy, None, residual, weight, None, rstd, 48, residual.dtype)[:2]
-    return gated | summed | by_name("stream_y stream_dx stream_dweight", (y, *gradients))
+    offsets: dict[str, Tensor] = {}
+    for name, added_to in (("unit", None), ("around_one", weight)):
+        y_offset, _, rstd_offset = forward(x, added_to, None, None, 1e-5, 24, d.dtype, 1.0)
+        d_offset = backward(dy, None, x, added_to, None, rstd_offset, 24, d.dtype, 1.0)[:2]
+        results = zip(("y", "dx", "dweight"), (y_offset, *d_offset), strict=True)
+        offsets |= {f"{name}_{result}": t for result, t in results if t is not None}
+    return gated | summed | offsets | by_name("stream_y stream_dx stream_dweight", (y, *gradients))

@@ -1,6 +1,6 @@
 """RMSNorm with residual sum and gate in one pass, in Triton: forward and backward.
 
-    s = x + residual,   v = s silu(gate),   y = weight v / sqrt(mean(v^2) + eps)
+    s = x + residual,   v = s silu(gate),   y = (offset + weight) v / sqrt(mean(v^2) + eps)
 
 ``s`` is the new residual stream; the gate is Mamba-2's (normalised after gating). The mean runs over
 groups of ``group_size`` channels, the whole row by default. A program keeps one group of a few rows in
@@ -10,12 +10,15 @@ the program's rows and over programs, in a fixed order, the longer sums in float
 Proven under the interpreter and by compilation; not measured on a GPU: warps a group and programs a
 multiprocessor are reasoned, not tuned.
 
-Backward, with n = v rstd and e = weight dy:  dv = rstd (e - n mean(e n)),  dweight = sum over rows of dy n.
+Backward, with n = v rstd and e = (offset + weight) dy:
+
+    dv = rstd (e - n mean(e n)),   dweight = sum over rows of dy n
 
 Parameters of the kernels that are not obvious:
 
     *_r: strides of rows; rows_each: rows that a program of the backward takes
     dweight: float64 (programs, width)
+    OFFSET: of the weight; a constant, as an argument would be rounded to float32
     GROUP, BLOCK: channels of a group, and the power of two that holds them
     ACC: type of sums, float32 or float64
 """
@@ -55,6 +58,8 @@ def _forward_kernel(
     gate_r,
     HAS_RESIDUAL: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
@@ -73,7 +78,9 @@ def _forward_kernel(
         v = v * z * sigmoid(z)
     r = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / GROUP + eps)
     tl.store(rstd + row * tl.num_programs(1) + group, r)
-    w = tl.load(weight + d, mask=ok, other=0.0).to(ACC)
+    w = tl.full((BLOCK,), OFFSET, ACC)
+    if HAS_WEIGHT:
+        w += tl.load(weight + d, mask=ok, other=0.0).to(ACC)
     tl.store(y + row * width + d, v * r * w, mask=ok)
 
 
@@ -98,6 +105,8 @@ def _backward_kernel(
     gate_r,
     HAS_DS: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_DX: tl.constexpr,
     TOGETHER: tl.constexpr,
     GROUP: tl.constexpr,
@@ -108,10 +117,13 @@ def _backward_kernel(
     i = tl.arange(0, BLOCK)
     ok = i < GROUP
     d = group * GROUP + i
-    w = tl.load(weight + d, mask=ok, other=0.0).to(ACC)
+    w = tl.full((BLOCK,), OFFSET, ACC)
+    if HAS_WEIGHT:
+        w += tl.load(weight + d, mask=ok, other=0.0).to(ACC)
     first = share.to(tl.int64) * rows_each
     count = tl.minimum(rows_each, rows - first)
-    total = dweight + share.to(tl.int64) * width + d
+    if HAS_WEIGHT:
+        total = dweight + share.to(tl.int64) * width + d
     for start in range(0, count, TOGETHER):
         sum_w = tl.zeros((BLOCK,), ACC)
         for k in range(start, tl.minimum(start + TOGETHER, count)):
@@ -136,9 +148,10 @@ def _backward_kernel(
             tl.store(dresidual + row * width + d, dv, mask=ok)
             if HAS_DX:
                 tl.store(dx + row * width + d, dv, mask=ok)
-        before = tl.load(total, mask=ok & (start > 0), other=0.0)
-        tl.store(total, before + sum_w, mask=ok)
-        tl.debug_barrier()  # the next rows read what these have summed
+        if HAS_WEIGHT:
+            before = tl.load(total, mask=ok & (start > 0), other=0.0)
+            tl.store(total, before + sum_w, mask=ok)
+            tl.debug_barrier()  # the next rows read what these have summed
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -161,24 +174,26 @@ def _group(width: int, group_size: int | None) -> tuple[int, int, int]:
 
 def rms_norm_forward(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     gate: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float = 1e-5,
     group_size: int | None = None,
     dtype: torch.dtype | None = None,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(y, s, rstd): the norm of ``s = x + residual`` gated by silu(gate), s itself, and what the backward
     needs.
 
-    x, gate, residual (..., width), weight (width,). y has ``dtype`` (None: x's), s residual's (None without
-    one); the norm is taken of the sum before it is rounded. rstd (..., groups) is float32 (float64 for
-    float64). Raises ValueError when group_size does not divide width, or for groups above 16384 channels.
+    x, gate, residual (..., width), weight (width,) or None for zeros. y has ``dtype`` (None: x's), s
+    residual's (None without one); the norm is taken of the sum before it is rounded. rstd (..., groups) is
+    float32 (float64 for float64). Raises ValueError when group_size does not divide width, or for groups
+    above 16384 channels.
     """
     width = x.shape[-1]
     group, block, warps = _group(width, group_size)
     acc = accumulate_dtype(x.dtype)
-    weight, flat = weight.contiguous(), _rows(x)
+    weight, flat = None if weight is None else weight.contiguous(), _rows(x)
     flat_residual = None if residual is None else _rows(residual)
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat.shape[0], width // group
@@ -192,6 +207,8 @@ def rms_norm_forward(
             0 if flat_gate is None else flat_gate.stride(0),
             HAS_RESIDUAL=residual is not None,
             HAS_GATE=gate is not None,
+            HAS_WEIGHT=weight is not None,
+            OFFSET=offset,
             GROUP=group,
             BLOCK=block,
             ACC=common.tl_dtype(acc),
@@ -204,12 +221,13 @@ def rms_norm_backward(
     dy: torch.Tensor,
     ds: torch.Tensor | None,
     s: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     gate: torch.Tensor | None,
     rstd: torch.Tensor,
     group_size: int | None = None,
     x_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dresidual, dweight, dgate, dx) of :func:`rms_norm_forward`; s is x without a residual, ds the
     cotangent of s as an output (None: none).
 
@@ -220,7 +238,8 @@ def rms_norm_backward(
     width = s.shape[-1]
     group, block, warps = _group(width, group_size)
     acc, x_dtype = rstd.dtype, x_dtype or dy.dtype
-    weight, flat_dy, flat_s = weight.contiguous(), _rows(dy), _rows(s)
+    weight = None if weight is None else weight.contiguous()
+    flat_dy, flat_s = _rows(dy), _rows(s)
     flat_ds = None if ds is None else _rows(ds)
     flat_gate = None if gate is None else _rows(gate)
     rows, groups = flat_s.shape[0], width // group
@@ -230,7 +249,9 @@ def rms_norm_backward(
     dresidual = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     dx = None if s.dtype == x_dtype else torch.empty(s.shape, dtype=x_dtype, device=s.device)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=s.device)
-    dweight = torch.empty((shares, width), dtype=torch.float64, device=s.device)
+    dweight = None
+    if weight is not None:
+        dweight = torch.empty((shares, width), dtype=torch.float64, device=s.device)
     with common.on_device(s):
         _backward_kernel[(shares, groups)](
             *(flat_dy, flat_ds, flat_s, flat_gate, weight, rstd),
@@ -241,6 +262,8 @@ def rms_norm_backward(
             0 if flat_gate is None else flat_gate.stride(0),
             HAS_DS=ds is not None,
             HAS_GATE=gate is not None,
+            HAS_WEIGHT=weight is not None,
+            OFFSET=offset,
             HAS_DX=dx is not None,
             TOGETHER=ROWS_TOGETHER,
             GROUP=group,
@@ -248,4 +271,6 @@ def rms_norm_backward(
             ACC=common.tl_dtype(acc),
             num_warps=warps,
         )
-    return dresidual, dweight.sum(0).to(weight.dtype), dgate, dx
+    if weight is not None and dweight is not None:
+        dweight = dweight.sum(0).to(weight.dtype)
+    return dresidual, dweight, dgate, dx
