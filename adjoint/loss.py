@@ -114,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class TargetMarks(NamedTuple):
-    """What the gradient of logits needs to know of targets, (tokens, 1) each.
+    """Columns (tokens, 1) made of targets, which the gradient of logits reads.
 
     Attributes:
         labels: the targets, 0 where they are ignored. ignored: where they are.

@@ -532,7 +532,7 @@ def _norm_args(group_size: int, x: Tensor, **tensors: Tensor | None) -> _NormArg
 def _norm_weight(x: Tensor, weight: Tensor | None, offset: float) -> Tensor:
     if weight is None:
         return x.new_full((x.shape[-1],), offset)
-    return weight + offset if offset else weight
+    return weight + offset
 
 
 def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0.0):
@@ -540,7 +540,8 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0
     s = None if residual is None else x.new_empty(x.shape)
     args = _norm_args(group_size, x, gate=gate, residual=residual)
     args.eps = eps
-    args.set_pointers(weight=_norm_weight(x, weight, offset), rstd=rstd, y=y, s=s)
+    scales = weight if weight is not None and not offset else _norm_weight(x, weight, offset)
+    args.set_pointers(weight=scales, rstd=rstd, y=y, s=s)
     _function("norm", x.dtype)(ctypes.byref(args), 0)
     return y.to(dtype), s, rstd
 
