@@ -550,6 +550,7 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset
     args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
-    args.set_pointers(weight=_norm_weight(s, weight, offset), rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
+    scales = weight if weight is not None and not offset else _norm_weight(s, weight, offset)
+    args.set_pointers(weight=scales, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
     _function("norm", s.dtype)(ctypes.byref(args), 1)
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
