@@ -23,6 +23,7 @@ from adjoint.engine.shared_prefix import Beginning, Segment
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.verification import TOKENS
+from adjoint.engine.weights import Weights
 from adjoint.errors import LOGGER, is_heard
 from adjoint.hf import check, layer_segments
 from adjoint.hf.call import Call
@@ -30,9 +31,9 @@ from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.head import logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
-from adjoint.hf.model_parts import backbone_of, layers_of, original_class
+from adjoint.hf.model_parts import backbone_of, current_weights, layers_of, original_class
 from adjoint.hf.router_loss import RouterLogits
-from adjoint.hf.shared_rows import segment_call, segments_of
+from adjoint.hf.shared_rows import idle_call, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
 from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
 from adjoint.hf.verify.first_use import Verification, verify
@@ -64,6 +65,7 @@ class HFModel:
         self.verification, self.temperature = verification, temperature
         self.with_router_logits = with_router_logits
         self.shares_rows = False
+        self._trained_parameters: list[Tensor] | None = None  # of the first step
 
     def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
         verification = self.verification
@@ -98,6 +100,7 @@ class HFModel:
     ) -> ChunkedStep:
         verification = self.verification
         context = CallContext.from_call(call, verification.padding_of(call), verification.parts)
+        context = context._replace(trained_parameters=self._trained_parameters)
         if collect is None and self.temperature is None:
             method, fetches = verification.wrap_state.method, verification.fetches
             factor = verification.router_loss_factor if call.kind.routed else 1.0
@@ -119,6 +122,7 @@ class HFModel:
             if isinstance(self.stage, WeightedLogProbs):
                 assert self.temperature is not None
                 self.stage.temperature = self.temperature
+        self._trained_parameters = self.stage.trained_parameters
         stages = [self.stage] if collect is None else [self.stage, collect]
         return make_step(stages, batch, spec, backward_context(verification), group)
 
@@ -142,14 +146,23 @@ class HFModel:
         return None if segments is None else segments.divide
 
     def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
-        if call.num_documents == 1 or returns_states:
-            return None
-        shared = segments_of(call, self.verification)
+        shared = segments_of(call, self.verification, returns_states)
         self.shares_rows = shared is not None
         return shared
 
     def segment_call(self, call: Call, segment: Segment, beginning: Beginning | None) -> Call:
         return segment_call(call, segment, beginning)
+
+    def weights(self) -> Weights:
+        return current_weights(self.verification.model)
+
+    def chunks_of(self, call: Call, segment: Segment) -> int:
+        tokens = segment.stop - segment.start
+        ids = call.ids[:1, :1].expand(len(segment.members), tokens)
+        return len(self.verification.chunk_spec(ids, (0,)).cuts(tokens)) - 1
+
+    def idle_call(self, call: Call) -> Call:
+        return idle_call(call)
 
     def join_prefixes(self) -> None:
         self.verification.fetches = True

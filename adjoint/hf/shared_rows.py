@@ -29,43 +29,54 @@ from adjoint.hf.verify.first_use import Verification
 from adjoint.hf.verify.trial_copy import example_tokens
 
 
-def segments_of(call: Call, verification: Verification) -> SharedRows | None:
+def segments_of(call: Call, verification: Verification, returns_states: bool = False) -> SharedRows | None:
     """Return the segments of a call whose rows begin alike, or whose documents are short; None if it is
     computed as it is.
 
     Args:
         verification: of the call's model, all that the call needs having been tried.
+        returns_states: whether the call returns the states of its rows.
     """
     wrap_state = verification.wrap_state
-    method, model = wrap_state.method, call.model
-    if method.storage.memory is not None:
+    method, model, holding = wrap_state.method, call.model, verification.holding
+    is_gathered, storage = holding.kind.is_gathered, method.storage
+    if storage.memory is not None or (is_gathered and storage.checkpoints is not None):
         return None
-    holding = verification.holding
-    if wrap_state.group is not None or holding.kind.is_gathered or holding.tensor_parallel_groups:
+    if wrap_state.group is not None or (holding.tensor_parallel_groups and not is_gathered):
         return None
-    # The state of the caller's is one per row; logits are gathered from full rows; a router's loss counts
-    # each row's tokens; other inputs may differ where the ids are the same.
-    kind = call.kind
-    has_other_inputs = kind.embedded or kind.token_inputs or kind.position_components or kind.language_layout
-    if call.carried is not None or call.logits_index is not None or kind.routed or has_other_inputs:
+    if key_pickers(backbone_of(model)):  # models that pick keys by `topk` see how long the row is
         return None
-    has_other_loss = custom_loss_function(model) is not None or check.z_loss_coefficient(model)
-    has_other_loss = has_other_loss or check.has_logit_penalty(model)
-    if call.has_labels and has_other_loss:
+    is_plain = not returns_states and _is_plain(call)
+    # What processes that gather weights together do depends on what each of them has.
+    largest, shared, short = current_weights(model).largest, None, None
+    if is_plain and call.num_documents > 1:
+        shared = _plan(call) if method.share_prefixes else None
+        short = _short_documents(call, verification) if shared is None or is_gathered else None
+    has = shared is not None, short is not None, not is_plain
+    any_shared, any_short, any_other = map(bool, largest(*has))
+    if any_shared and verification.compute_once("draws random numbers", _draws_random_numbers, verification):
+        if shared is not None and short is None:
+            short = _short_documents(call, verification)
+        any_shared, shared, any_short = False, None, any_short or short is not None
+    if any_other or not (any_shared or any_short):
         return None
-    segments = _plan(call) if method.share_prefixes else None
-    if segments is not None and verification.compute_once(
-        "draws random numbers", _draws_random_numbers, verification
-    ):
-        segments = None
-    is_shared = segments is not None
-    segments = segments or _short_documents(call, verification)
-    # Models that pick keys by `topk` see how long the row is.
-    if segments is None or key_pickers(backbone_of(model)):
-        return None
-    if is_shared:
+    segments = shared or short or []
+    if shared is not None:
         shared_prefix.announce(model, segments, _tokens(call))
     return SharedRows(segments, list(map(len, _spans(call) or ())), call.ids.shape)
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether rows of a call can be computed in other calls."""
+    # The state of the caller's is one per row; logits are gathered from full rows; a router's loss counts
+    # each row's tokens; other inputs may differ where the ids are the same.
+    kind, model = call.kind, call.model
+    has_other_inputs = kind.embedded or kind.token_inputs or kind.position_components or kind.language_layout
+    if call.carried is not None or call.logits_index is not None or kind.routed or has_other_inputs:
+        return False
+    has_other_loss = custom_loss_function(model) is not None or check.z_loss_coefficient(model)
+    has_other_loss = has_other_loss or check.has_logit_penalty(model)
+    return not (call.has_labels and has_other_loss)
 
 
 def _short_documents(call: Call, verification: Verification) -> list[Segment] | None:
@@ -184,3 +195,13 @@ def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> C
         start = 0 if call.mask is None else call.padding_at_left[segment.rows[0]]
         carried = CarriedState(beginning.states[0], segment.start - start, beginning.prefix)
     return Call(call.model, arguments, carried=carried, weights=weights)
+
+
+def idle_call(call: Call) -> Call:
+    """Return a call of `MIN_TOKENS` tokens without targets."""
+    ids = call.ids[:1, :1].expand(1, short_documents.MIN_TOKENS)
+    arguments: dict[str, object] = {"input_ids": ids}
+    if call.has_labels:
+        arguments["shift_labels"] = torch.full_like(ids, IGNORE_INDEX)
+        arguments["num_items_in_batch"] = call.divisor
+    return Call(call.model, arguments)

@@ -158,6 +158,7 @@ class CallContext(NamedTuple):
         seqlen: tokens of a row, padding included; None if there is no call.
         parts: of the model as it is now; None to make them.
         divide: divides the model's only stage into stages of so many layers each; None if it stays one.
+        trained_parameters: of the model; None to look for them, for which gathered weights are put to rest.
     """
 
     padding: Padding | None = None
@@ -169,6 +170,7 @@ class CallContext(NamedTuple):
     seqlen: int | None = None
     parts: StageParts | None = None
     divide: Divide | None = None
+    trained_parameters: list[Tensor] | None = None
 
     @staticmethod
     def from_call(call: Call, padding: Padding | None = None, parts: StageParts | None = None) -> CallContext:
@@ -225,7 +227,8 @@ class Backbone(Stage):
         self.grows = tuple([slot.grows for slot in self.slots])
         self.stage_parts = context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
-        self.trained_parameters = trained_parameters(current_weights(model))
+        known = context.trained_parameters
+        self.trained_parameters = trained_parameters(current_weights(model)) if known is None else known
         self.tensors = ModuleTensors(model)
         self.takes_positions = POSITIONS in forward_parameters(self.backbone)
         self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)

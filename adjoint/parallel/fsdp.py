@@ -245,7 +245,8 @@ class ShardedModelStage(Stage):
         weights: run chunks, and their backwards.
 
     Attributes:
-        start_of_last: the first token of the chunk whose backward is this process's last.
+        start_of_last: the first token of the chunk whose backward is this process's last; None if another
+            step has it.
     """
 
     stateful: ClassVar[bool] = True
@@ -254,7 +255,7 @@ class ShardedModelStage(Stage):
 
     def __init__(self, stage: Stage, weights: GatheredWeights) -> None:
         self.stage, self.weights = stage, weights
-        self.start_of_last = 0
+        self.start_of_last: int | None = 0
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -442,12 +443,7 @@ class GatheredSweep(Sweep):
                     "rank in their groups, and the groups one size: make both from one mesh, "
                     '("data", "sequence")'
                 )
-        backward = spec.backward
-        if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
-            raise UserError(
-                f"Truncated and LayerLocal do not run on a stack under {weights.name}: use Exact()"
-            )
-        refuse_budget(spec.storage.memory, f"under {weights.name} all processes")
+        self.begin_in_turn(batch, spec, distribution)
         if spec.storage.checkpoints is not None and weights.largest(len(spec.documents))[0] > 1:
             raise UserError(
                 f"checkpoints= computes states again from the start of a document, but under {weights.name} "
@@ -456,6 +452,18 @@ class GatheredSweep(Sweep):
             )
         weights.rest()
         return align_chunks(weights, batch, spec)
+
+    def begin_in_turn(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        """Refuse what cannot be done.
+
+        Weights stay where they are: put to rest, they would be gathered once more than elsewhere."""
+        backward = spec.backward
+        if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
+            raise UserError(
+                f"Truncated and LayerLocal do not run on a stack under {self.weights.name}: use Exact()"
+            )
+        refuse_budget(spec.storage.memory, f"under {self.weights.name} all processes")
+        return spec
 
     def check(self, executor: Executor, has_backward: bool) -> None:
         self.weights.refuse_precision(executor, has_backward)
@@ -475,7 +483,7 @@ class GatheredSweep(Sweep):
         return self.weights.collected(parameters, has_work)
 
     def cotangents(
-        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int
+        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int | None
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         self.stage.start_of_last = start_of_last
         states = len(final) - len(sums)

@@ -1,0 +1,121 @@
+"""Short documents side by side, and common beginnings computed once, on ranks that hold weights in any way.
+
+Gradients are those of plain autograd of one process, which runs each row or document by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import adjoint
+from adjoint import Exact
+from adjoint.engine.step import ChunkedStep
+from tests.both_kinds import ModelOfEitherKind
+from tests.model_helpers import assert_same, make_ids
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VOCAB = 17
+# Tokens of the documents of each rank's packed row: as many tokens, in different numbers of documents.
+LENGTHS = [[3, 1, 3, 4, 4, 29, 5, 5, 4, 2, 2, 1], [7, 7, 7, 7, 7, 7, 7, 7, 7], [63]]
+
+
+def documents_of(rank: int, seed: int) -> list[Tensor]:
+    """Return ids of the documents of a rank."""
+    lengths = LENGTHS[(rank + seed) % len(LENGTHS)]
+    ids = make_ids(1, sum(lengths), seed=10 * seed + rank)[0]
+    return list(ids.split(lengths))
+
+
+def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (1, tokens) ids, labels without each document's first token, and numbers of documents."""
+    ids, labels = torch.cat(documents), torch.cat(documents).clone()
+    numbers = torch.cat([torch.full_like(document, n) for n, document in enumerate(documents)])
+    labels[1:][numbers.diff() != 0] = -100
+    return ids[None], labels[None], numbers[None]
+
+
+def by_itself(case: ModelOfEitherKind, documents: list[Tensor]) -> Tensor:
+    """Return the loss of a rank's documents, each run alone by the untouched model."""
+    sums, count = list[Tensor](), 0
+    for document in documents:
+        if len(document) > 1:
+            inputs = case.inputs(document[None], document[None])
+            sums.append(case.call(None, inputs).loss * (len(document) - 1))
+            count += len(document) - 1
+    return torch.stack(sums).sum() / count
+
+
+def expected_gradients(case: ModelOfEitherKind, ranks: int, seed: int) -> dict[str, Tensor]:
+    """Return the gradients of the mean of the ranks' losses, by plain autograd of one process."""
+    case.model.zero_grad()
+    with case.double():
+        for rank in range(ranks):
+            (by_itself(case, documents_of(rank, seed)) / ranks).backward()
+    return {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
+
+
+def fully_sharded(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    from adjoint.hf.model_parts import backbone_of, layers_of
+
+    layers = model.layers if isinstance(model, adjoint.Stack) else layers_of(backbone_of(model)).values()
+    for layer in layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def data_parallel(model: Any) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+HOLDINGS: dict[str, Callable[[Any], Any]] = {"fsdp": fully_sharded, "ddp": data_parallel}
+
+
+def counted_chunks() -> list[int]:
+    """Return a list to which each step of this process adds its number of chunks, forward."""
+    chunks, forward = list[int](), ChunkedStep._run_forward
+
+    def counting(self: ChunkedStep) -> Any:
+        result = forward(self)
+        chunks.append(self.grid.chunks)
+        return result
+
+    ChunkedStep._run_forward = counting  # type: ignore[method-assign]
+    return chunks
+
+
+def packed_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
+    model = HOLDINGS[holding](adjoint.wrap(case.model, Exact(chunk_size=16)))
+    chunks = counted_chunks()
+    for seed in seeds:
+        ids, labels, numbers = packed(documents_of(rank, seed))
+        inputs = case.inputs(ids, labels, numbers)
+        model.zero_grad()
+        with case.double():
+            if seed == seeds[0]:
+                model(**inputs)  # with the trials of first use
+            chunks.clear()
+            model(**inputs).loss.backward()
+        assert_same(gradients_of(case.model), expected_gradients(reference, ranks, seed), 1e-10)
+        assert sum(chunks) <= 9, chunks
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+
+
+@pytest.mark.parametrize("holding", HOLDINGS)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"])
+def test_packed(name: str, holding: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, packed_on_ranks, name, holding, [0, 1, 2])
