@@ -15,6 +15,7 @@ from torch import Tensor
 
 import adjoint
 from adjoint import Exact
+from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
 from tests.both_kinds import ModelOfEitherKind
 from tests.model_helpers import assert_same, make_ids
@@ -92,6 +93,18 @@ def counted_chunks() -> list[int]:
     return chunks
 
 
+def counted_tokens() -> list[int]:
+    """Return a list to which each step of this process adds its number of tokens."""
+    tokens, forward = list[int](), ChunkedStep._run_forward
+
+    def counting(self: ChunkedStep) -> Any:
+        tokens.append(self.batch.rows * self.batch.seqlen)
+        return forward(self)
+
+    ChunkedStep._run_forward = counting  # type: ignore[method-assign]
+    return tokens
+
+
 def packed_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
@@ -110,6 +123,48 @@ def packed_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
         assert sum(chunks) <= 9, chunks
 
 
+# (seed of ids, tokens) of each row's pieces: of each rank, rows of a tree, in different numbers.
+TREES = [
+    [[(1, 9), (2, 5), (3, 7)], [(4, 6), (5, 15)], [(1, 9), (6, 12)], [(1, 9), (2, 5), (8, 7)]],
+    [[(4, 12), (9, 9)], [(4, 12), (7, 9)]],
+    [[(3, 21)], [(5, 21)]],
+]
+
+
+def tree_of(rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return ids of a rank's rows, some of which begin alike, and labels, of which some rows ignore some."""
+    pieces = TREES[(rank + seed) % len(TREES)]
+    ids = torch.stack([torch.cat([make_ids(1, n, seed=s + 20 * seed)[0] for s, n in row]) for row in pieces])
+    labels = ids.clone()
+    labels[0, 2:11] = -100
+    return ids, labels
+
+
+def beginnings_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
+    shared_prefix.MIN_SHARED_TOKENS = 3
+    rank, ranks, method = dist.get_rank(), dist.get_world_size(), Exact(chunk_size=5)
+    case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
+    options = {"method": method} if case.is_stack else {}
+    model = HOLDINGS[holding](case.model if case.is_stack else adjoint.wrap(case.model, method))
+    tokens = counted_tokens()
+    for seed in seeds:
+        inputs = case.inputs(*tree_of(rank, seed))
+        model.zero_grad()
+        with case.double():
+            if seed == seeds[0]:
+                model(**inputs, **options)  # with the trials of first use
+            tokens.clear()
+            (3 * model(**inputs, **options).loss).backward()
+        reference.model.zero_grad()
+        with reference.double():
+            for other in range(ranks):
+                inputs = reference.inputs(*tree_of(other, seed))
+                (3 * reference.call(None, inputs).loss / ranks).backward()
+        assert_same(gradients_of(case.model), gradients_of(reference.model), 1e-10)
+        if len(tree_of(rank, seed)[0]) == 4:
+            assert 0 < sum(n for n in tokens if n > 2) < 70, tokens
+
+
 def gradients_of(model: Any) -> dict[str, Tensor]:
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
@@ -119,3 +174,12 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"])
 def test_packed(name: str, holding: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, packed_on_ranks, name, holding, [0, 1, 2])
+
+
+NAMES = ["hybrid", "LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM", "GptOssForCausalLM"]
+
+
+@pytest.mark.parametrize("holding", HOLDINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_beginnings(name: str, holding: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, beginnings_on_ranks, name, holding, [0, 1, 2])

@@ -13,18 +13,21 @@ import torch
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine import shared_prefix, short_documents
-from adjoint.engine.grid import BackwardSpec
+from adjoint.engine.grid import BackwardSpec, EngineSpec
+from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.model import SharedRows
 from adjoint.engine.module_tensors import UntrainedTensors
-from adjoint.engine.shared_prefix import Beginning, Rows, Segment
+from adjoint.engine.shared_prefix import Beginning, End, Rows, Segment
+from adjoint.engine.step import grouped
+from adjoint.engine.verification import NotAttended
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState
 from adjoint.hf.call import Call
-from adjoint.hf.chunk_context import has_embedding_noise
+from adjoint.hf.chunk_context import ChunkRandomness, has_embedding_noise
 from adjoint.hf.head import custom_loss_function
 from adjoint.hf.kernels.topk import key_pickers
 from adjoint.hf.model_parts import backbone_of, calling_original_forwards, current_weights
-from adjoint.hf.stage import Backbone, CallContext
+from adjoint.hf.stage import Backbone, CallContext, make_step
 from adjoint.hf.verify.first_use import Verification
 from adjoint.hf.verify.trial_copy import example_tokens
 
@@ -60,6 +63,12 @@ def segments_of(call: Call, verification: Verification, returns_states: bool = F
         any_shared, shared, any_short = False, None, any_short or short is not None
     if any_other or not (any_shared or any_short):
         return None
+    if (
+        any_shared
+        and is_gathered
+        and not verification.compute_once("reads keys that rows share", _reads_shared_keys, verification)
+    ):  # else a call finds it out by itself, but then other processes would wait
+        verification.fetches = True
     segments = shared or short or []
     if shared is not None:
         shared_prefix.announce(model, segments, _tokens(call))
@@ -172,6 +181,31 @@ def _draws_random_numbers(verification: Verification) -> bool:
         cache = copy.copy(verification.parts.cache)
         current_weights(model).run(lambda: stage.call_backbone(ids, cache, Batch(ids, ids)))
         return stage.randomness.have_drawn(before)
+
+
+@torch.no_grad()
+def _reads_shared_keys(verification: Verification) -> bool:
+    """Whether the model's attention reads keys and values that rows share where they are."""
+    model, tokens = verification.model, short_documents.MIN_TOKENS
+    ids, untrained = example_tokens(model)[0], UntrainedTensors(model.named_modules(), frozen=False)
+
+    def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+        carried = None if beginning is None else CarriedState(beginning.states[0], tokens, beginning.prefix)
+        context = CallContext(carried=carried, parts=verification.parts)
+        stage = Backbone(model, verification.slots, context=context)
+        rows = ids[:, segment.start : segment.stop].expand(len(segment.members), -1)
+        stages = [stage, CollectHiddenStates(tokens)]
+        step = make_step(stages, Batch(rows, rows), EngineSpec(tokens, least=tokens))
+        _, final = step.forward(return_final_kv=False)
+        return End(grouped(step.model_states, final), step.slabs)
+
+    segments = [Segment(0, tokens, [[0, 1]]), Segment(tokens, 2 * tokens, [[0], [1]], 0, [0, 0])]
+    with calling_original_forwards(model), ChunkRandomness(model).undone(), untrained.restored():
+        try:
+            shared_prefix.run_segments(segments, run, return_states=False)
+        except NotAttended:
+            return False
+    return True
 
 
 def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> Call:

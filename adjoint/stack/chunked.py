@@ -24,7 +24,7 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Prefix
 from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
-from adjoint.kernels.checks import is_untouched, starts_in
+from adjoint.kernels.checks import computes_as, starts_in
 from adjoint.methods import Method
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import distribution_of, ranks_of
@@ -113,7 +113,7 @@ class ChunkedStack(StackModules):
             return None
         if is_gathered and storage.checkpoints is not None:
             return None
-        if not is_untouched(self.embedding, nn.Embedding):
+        if not computes_as(self.embedding, nn.Embedding):
             return None
         is_plain = not call.has_state
         if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
