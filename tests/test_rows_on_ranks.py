@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import adjoint
 from adjoint import Exact
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
+from adjoint.hf.model_parts import backbone_of, layers_of
 from tests.both_kinds import ModelOfEitherKind
 from tests.model_helpers import assert_same, make_ids
 from tests.ranks import on_ranks
@@ -65,8 +67,6 @@ def expected_gradients(case: ModelOfEitherKind, ranks: int, seed: int) -> dict[s
 def fully_sharded(model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    from adjoint.hf.model_parts import backbone_of, layers_of
-
     layers = model.layers if isinstance(model, adjoint.Stack) else layers_of(backbone_of(model)).values()
     for layer in layers:
         fully_shard(layer)
@@ -77,7 +77,32 @@ def data_parallel(model: Any) -> Any:
     return torch.nn.parallel.DistributedDataParallel(model)
 
 
-HOLDINGS: dict[str, Callable[[Any], Any]] = {"fsdp": fully_sharded, "ddp": data_parallel}
+def tensor_parallel(model: Any) -> Any:
+    if isinstance(model, adjoint.Stack):
+        model.parallelize(dist.group.WORLD)
+        return model
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
+    for layer in backbone_of(model).layers:
+        parallelize_module(
+            getattr(layer, "feed_forward", None) or layer.mlp,
+            dist.init_device_mesh("cpu", (dist.get_world_size(),)),
+            plan,
+        )
+    return model
+
+
+HOLDINGS: dict[str, Callable[[Any], Any]] = {
+    "fsdp": fully_sharded,
+    "ddp": data_parallel,
+    "tensor": tensor_parallel,
+}
+
+
+def place_of(holding: str) -> tuple[int, int]:
+    """Return which of how many different batches this process has."""
+    return (0, 1) if holding == "tensor" else (dist.get_rank(), dist.get_world_size())
 
 
 def counted_chunks() -> list[int]:
@@ -106,7 +131,7 @@ def counted_tokens() -> list[int]:
 
 
 def packed_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = place_of(holding)
     case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
     model = HOLDINGS[holding](adjoint.wrap(case.model, Exact(chunk_size=16)))
     chunks = counted_chunks()
@@ -119,7 +144,7 @@ def packed_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
                 model(**inputs)  # with the trials of first use
             chunks.clear()
             model(**inputs).loss.backward()
-        assert_same(gradients_of(case.model), expected_gradients(reference, ranks, seed), 1e-10)
+        assert_same(gradients_of(case), expected_gradients(reference, ranks, seed), 1e-10)
         assert sum(chunks) <= 9, chunks
 
 
@@ -142,7 +167,7 @@ def tree_of(rank: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def beginnings_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
     shared_prefix.MIN_SHARED_TOKENS = 3
-    rank, ranks, method = dist.get_rank(), dist.get_world_size(), Exact(chunk_size=5)
+    (rank, ranks), method = place_of(holding), Exact(chunk_size=5)
     case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
     options = {"method": method} if case.is_stack else {}
     model = HOLDINGS[holding](case.model if case.is_stack else adjoint.wrap(case.model, method))
@@ -160,14 +185,17 @@ def beginnings_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
             for other in range(ranks):
                 inputs = reference.inputs(*tree_of(other, seed))
                 (3 * reference.call(None, inputs).loss / ranks).backward()
-        assert_same(gradients_of(case.model), gradients_of(reference.model), 1e-10)
+        assert_same(gradients_of(case), gradients_of(reference), 1e-10)
         if len(tree_of(rank, seed)[0]) == 4:
             assert 0 < sum(n for n in tokens if n > 2) < 70, tokens
 
 
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+def gradients_of(case: ModelOfEitherKind) -> dict[str, Tensor]:
+    """Return the whole gradients of a model by the names of its parameters."""
+    grads = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
+    if case.is_stack and (split := case.model.tensor_parallel) is not None:
+        return {name: split.gather(name, gradient) for name, gradient in grads.items()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
 
 @pytest.mark.parametrize("holding", HOLDINGS)

@@ -45,7 +45,7 @@ def segments_of(call: Call, verification: Verification, returns_states: bool = F
     is_gathered, storage = holding.kind.is_gathered, method.storage
     if storage.memory is not None or (is_gathered and storage.checkpoints is not None):
         return None
-    if wrap_state.group is not None or (holding.tensor_parallel_groups and not is_gathered):
+    if wrap_state.group is not None:
         return None
     if key_pickers(backbone_of(model)):  # models that pick keys by `topk` see how long the row is
         return None

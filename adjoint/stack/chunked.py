@@ -28,9 +28,7 @@ from adjoint.kernels.checks import computes_as, starts_in
 from adjoint.methods import Method
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import distribution_of, ranks_of
-from adjoint.parallel.tensor import (
-    reads_windows,
-)
+from adjoint.parallel.tensor import SplitEmbedding, reads_windows
 from adjoint.stack.structure import StackModules
 
 
@@ -109,11 +107,11 @@ class ChunkedStack(StackModules):
     def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
         batch, method, weights = call.batch, call.method, weights_of(self)
         is_gathered, storage = weights.is_gathered, method.storage
-        if not method.share_prefixes or storage.memory is not None or self.tensor_parallel is not None:
+        if not method.share_prefixes or storage.memory is not None:
             return None
         if is_gathered and storage.checkpoints is not None:
             return None
-        if not computes_as(self.embedding, nn.Embedding):
+        if not computes_as(self.embedding, nn.Embedding, SplitEmbedding):
             return None
         is_plain = not call.has_state
         if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
