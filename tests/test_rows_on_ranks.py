@@ -4,9 +4,10 @@ Gradients are those of plain autograd of one process, which runs each row or doc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,146 +19,120 @@ import adjoint
 from adjoint import Exact
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
-from adjoint.hf.model_parts import backbone_of, layers_of
 from tests.both_kinds import ModelOfEitherKind
-from tests.model_helpers import assert_same, make_ids
+from tests.model_helpers import assert_same, make_ids, relative
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-VOCAB = 17
-# Tokens of the documents of each rank's packed row: as many tokens, in different numbers of documents.
+# Tokens of the documents in a rank's packed row: many short ones, some of one length, a long one.
 LENGTHS = [[3, 1, 3, 4, 4, 29, 5, 5, 4, 2, 2, 1], [7, 7, 7, 7, 7, 7, 7, 7, 7], [63]]
-
-
-def documents_of(rank: int, seed: int) -> list[Tensor]:
-    """Return ids of the documents of a rank."""
-    lengths = LENGTHS[(rank + seed) % len(LENGTHS)]
-    ids = make_ids(1, sum(lengths), seed=10 * seed + rank)[0]
-    return list(ids.split(lengths))
-
-
-def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (1, tokens) ids, labels without each document's first token, and numbers of documents."""
-    ids, labels = torch.cat(documents), torch.cat(documents).clone()
-    numbers = torch.cat([torch.full_like(document, n) for n, document in enumerate(documents)])
-    labels[1:][numbers.diff() != 0] = -100
-    return ids[None], labels[None], numbers[None]
-
-
-def by_itself(case: ModelOfEitherKind, documents: list[Tensor]) -> Tensor:
-    """Return the loss of a rank's documents, each run alone by the untouched model."""
-    sums, count = list[Tensor](), 0
-    for document in documents:
-        if len(document) > 1:
-            inputs = case.inputs(document[None], document[None])
-            sums.append(case.call(None, inputs).loss * (len(document) - 1))
-            count += len(document) - 1
-    return torch.stack(sums).sum() / count
-
-
-def expected_gradients(case: ModelOfEitherKind, ranks: int, seed: int) -> dict[str, Tensor]:
-    """Return the gradients of the mean of the ranks' losses, by plain autograd of one process."""
-    case.model.zero_grad()
-    with case.double():
-        for rank in range(ranks):
-            (by_itself(case, documents_of(rank, seed)) / ranks).backward()
-    return {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
-
-
-def fully_sharded(model: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    layers = model.layers if isinstance(model, adjoint.Stack) else layers_of(backbone_of(model)).values()
-    for layer in layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def data_parallel(model: Any) -> Any:
-    return torch.nn.parallel.DistributedDataParallel(model)
-
-
-def tensor_parallel(model: Any) -> Any:
-    if isinstance(model, adjoint.Stack):
-        model.parallelize(dist.group.WORLD)
-        return model
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
-    for layer in backbone_of(model).layers:
-        parallelize_module(
-            getattr(layer, "feed_forward", None) or layer.mlp,
-            dist.init_device_mesh("cpu", (dist.get_world_size(),)),
-            plan,
-        )
-    return model
-
-
-HOLDINGS: dict[str, Callable[[Any], Any]] = {
-    "fsdp": fully_sharded,
-    "ddp": data_parallel,
-    "tensor": tensor_parallel,
-}
-
-
-def place_of(holding: str) -> tuple[int, int]:
-    """Return which of how many different batches this process has."""
-    return (0, 1) if holding == "tensor" else (dist.get_rank(), dist.get_world_size())
-
-
-def counted_chunks() -> list[int]:
-    """Return a list to which each step of this process adds its number of chunks, forward."""
-    chunks, forward = list[int](), ChunkedStep._run_forward
-
-    def counting(self: ChunkedStep) -> Any:
-        result = forward(self)
-        chunks.append(self.grid.chunks)
-        return result
-
-    ChunkedStep._run_forward = counting  # type: ignore[method-assign]
-    return chunks
-
-
-def counted_tokens() -> list[int]:
-    """Return a list to which each step of this process adds its number of tokens."""
-    tokens, forward = list[int](), ChunkedStep._run_forward
-
-    def counting(self: ChunkedStep) -> Any:
-        tokens.append(self.batch.rows * self.batch.seqlen)
-        return forward(self)
-
-    ChunkedStep._run_forward = counting  # type: ignore[method-assign]
-    return tokens
-
-
-def packed_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
-    rank, ranks = place_of(holding)
-    case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
-    model = HOLDINGS[holding](adjoint.wrap(case.model, Exact(chunk_size=16)))
-    chunks = counted_chunks()
-    for seed in seeds:
-        ids, labels, numbers = packed(documents_of(rank, seed))
-        inputs = case.inputs(ids, labels, numbers)
-        model.zero_grad()
-        with case.double():
-            if seed == seeds[0]:
-                model(**inputs)  # with the trials of first use
-            chunks.clear()
-            model(**inputs).loss.backward()
-        assert_same(gradients_of(case), expected_gradients(reference, ranks, seed), 1e-10)
-        assert sum(chunks) <= 9, chunks
-
-
-# (seed of ids, tokens) of each row's pieces: of each rank, rows of a tree, in different numbers.
+# (seed of ids, tokens) of the pieces of a rank's rows: a tree, a pair, rows that have nothing in common.
 TREES = [
     [[(1, 9), (2, 5), (3, 7)], [(4, 6), (5, 15)], [(1, 9), (6, 12)], [(1, 9), (2, 5), (8, 7)]],
     [[(4, 12), (9, 9)], [(4, 12), (7, 9)]],
     [[(3, 21)], [(5, 21)]],
 ]
+NAMES = ["BambaForCausalLM", "LlamaForCausalLM", "Qwen3_5ForCausalLM"]
+
+
+# ------------------------------------------------------------------------------------ ways to hold weights
+
+
+class Held(NamedTuple):
+    """A model whose weights ranks hold together.
+
+    Attributes:
+        model: to be called.
+        backward: runs the backward of a loss.
+        gradients: returns the whole gradients by the names of parameters, and forgets them.
+        ranks_differ: whether each rank has a batch of its own, whose losses are averaged.
+        passes: forwards of `token_logprobs`: two where a chunk's backward cannot wait for the loss's.
+    """
+
+    model: Any
+    backward: Callable[[Tensor], None]
+    gradients: Callable[[], dict[str, Tensor]]
+    ranks_differ: bool = True
+    passes: int = 1
+
+
+def plainly_held(model: Any, case: ModelOfEitherKind, ranks_differ: bool = True, passes: int = 1) -> Held:
+    def gradients() -> dict[str, Tensor]:
+        grads = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
+        case.model.zero_grad()
+        if case.is_stack and (split := case.model.tensor_parallel) is not None:
+            return {name: split.gather(name, gradient) for name, gradient in grads.items()}
+        return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+    return Held(model, Tensor.backward, gradients, ranks_differ, passes)
+
+
+def layers_of(case: ModelOfEitherKind) -> list[Any]:
+    return list(case.model.layers if case.is_stack else case.model.model.layers)
+
+
+def fully_sharded(case: ModelOfEitherKind) -> Held:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers_of(case):
+        fully_shard(layer)
+    return plainly_held(fully_shard(case.model), case, passes=2)
+
+
+def data_parallel(case: ModelOfEitherKind) -> Held:
+    return plainly_held(torch.nn.parallel.DistributedDataParallel(case.model), case)
+
+
+def tensor_parallel(case: ModelOfEitherKind) -> Held:
+    if case.is_stack:
+        case.model.parallelize(dist.group.WORLD)
+        return plainly_held(case.model, case, ranks_differ=False)
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
+    for layer in layers_of(case):
+        mlp = getattr(layer, "feed_forward", None) or layer.mlp
+        parallelize_module(mlp, dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return plainly_held(case.model, case, ranks_differ=False)
+
+
+WAYS: dict[str, Callable[[ModelOfEitherKind], Held]] = {
+    "FSDP2": fully_sharded,
+    "DDP": data_parallel,
+    "tensor parallelism": tensor_parallel,
+}
+
+
+# ------------------------------------------------------------------------------------------------- batches
+
+
+def documents_of(rank: int, seed: int) -> list[Tensor]:
+    """Return the ids of each of a rank's documents."""
+    lengths = LENGTHS[(rank + seed) % len(LENGTHS)]
+    return list(make_ids(1, sum(lengths), seed=10 * seed + rank)[0].split(lengths))
+
+
+def packed(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids (1, tokens), labels of all but first tokens of documents, and numbers of documents."""
+    ids = torch.cat(documents)
+    numbers = torch.cat([torch.full_like(document, n) for n, document in enumerate(documents)])
+    labels = ids.clone()
+    labels[1:][numbers.diff() != 0] = -100
+    return ids[None], labels[None], numbers[None]
+
+
+def loss_of_each(case: ModelOfEitherKind, documents: list[Tensor]) -> Tensor:
+    """Return the loss of documents, each run by itself by the untouched model."""
+    sums, count = list[Tensor](), 0
+    for document in documents:
+        if targets := len(document) - 1:
+            sums.append(case.call(None, case.inputs(document[None], document[None])).loss * targets)
+            count += targets
+    return torch.stack(sums).sum() / count
 
 
 def tree_of(rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return ids of a rank's rows, some of which begin alike, and labels, of which some rows ignore some."""
+    """Return ids of a rank's rows, some of which begin alike, and labels, of which one row ignores some."""
     pieces = TREES[(rank + seed) % len(TREES)]
     ids = torch.stack([torch.cat([make_ids(1, n, seed=s + 20 * seed)[0] for s, n in row]) for row in pieces])
     labels = ids.clone()
@@ -165,49 +140,148 @@ def tree_of(rank: int, seed: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def beginnings_on_ranks(name: str, holding: str, seeds: list[int]) -> None:
-    shared_prefix.MIN_SHARED_TOKENS = 3
-    (rank, ranks), method = place_of(holding), Exact(chunk_size=5)
+@contextlib.contextmanager
+def counting_steps() -> Iterator[list[tuple[int, int]]]:
+    """Collect (chunks, tokens) of each step that this process runs."""
+    steps, forward = list[tuple[int, int]](), ChunkedStep._run_forward
+
+    def counting(self: ChunkedStep) -> Any:
+        steps.append((self.grid.chunks, self.batch.rows * self.batch.seqlen))
+        return forward(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkedStep, "_run_forward", counting)
+        yield steps
+
+
+# --------------------------------------------------------------------------------------------------- cases
+
+
+def compare(
+    name: str,
+    hold: Callable[[ModelOfEitherKind], Held],
+    method: Exact,
+    seeds: list[int],
+    inputs_of: Callable[[ModelOfEitherKind, int, int], dict[str, Tensor]],
+    loss_of: Callable[[ModelOfEitherKind, int, int], Tensor],
+) -> list[list[tuple[int, int]]]:
+    """Compare gradients with those of one process, seed by seed; return the steps of each (`counting_steps`).
+
+    Args:
+        inputs_of, loss_of: the inputs and, by plain autograd, the loss of a rank for a seed.
+    """
     case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
     options = {"method": method} if case.is_stack else {}
-    model = HOLDINGS[holding](case.model if case.is_stack else adjoint.wrap(case.model, method))
-    tokens = counted_tokens()
-    for seed in seeds:
-        inputs = case.inputs(*tree_of(rank, seed))
-        model.zero_grad()
-        with case.double():
-            if seed == seeds[0]:
-                model(**inputs, **options)  # with the trials of first use
-            tokens.clear()
-            (3 * model(**inputs, **options).loss).backward()
-        reference.model.zero_grad()
-        with reference.double():
-            for other in range(ranks):
-                inputs = reference.inputs(*tree_of(other, seed))
-                (3 * reference.call(None, inputs).loss / ranks).backward()
-        assert_same(gradients_of(case), gradients_of(reference), 1e-10)
-        if len(tree_of(rank, seed)[0]) == 4:
-            assert 0 < sum(n for n in tokens if n > 2) < 70, tokens
+    if not case.is_stack:
+        adjoint.wrap(case.model, method)
+    steps_by_seed = list[list[tuple[int, int]]]()
+    with case.double(), counting_steps() as steps:
+        held = hold(case)
+        ranks = range(dist.get_world_size()) if held.ranks_differ else range(1)
+        rank = dist.get_rank() if held.ranks_differ else 0
+        first = inputs_of(case, rank, seeds[0])
+        held.backward(held.model(**first, **options).loss)  # with the trials of first use
+        held.gradients()
+        with torch.no_grad():
+            assert relative(held.model(**first, **options).loss, loss_of(reference, rank, seeds[0])) < 1e-10
+        for seed in seeds:
+            steps.clear()
+            held.backward(3 * held.model(**inputs_of(case, rank, seed), **options).loss)
+            steps_by_seed.append([*steps])
+            reference.model.zero_grad()
+            for each in ranks:
+                (3 * loss_of(reference, each, seed) / len(ranks)).backward()
+            grads = {n: p.grad for n, p in reference.model.named_parameters() if p.grad is not None}
+            assert_same(held.gradients(), grads, 1e-10)
+    return steps_by_seed
 
 
-def gradients_of(case: ModelOfEitherKind) -> dict[str, Tensor]:
-    """Return the whole gradients of a model by the names of its parameters."""
-    grads = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
-    if case.is_stack and (split := case.model.tensor_parallel) is not None:
-        return {name: split.gather(name, gradient) for name, gradient in grads.items()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+def compare_packed(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: list[int]) -> None:
+    steps_by_seed = compare(
+        name,
+        hold,
+        Exact(chunk_size=16),
+        seeds,
+        lambda case, rank, seed: case.inputs(*packed(documents_of(rank, seed))),
+        lambda case, rank, seed: loss_of_each(case, documents_of(rank, seed)),
+    )
+    for steps in steps_by_seed:  # a document each would be 12 or 13 chunks
+        assert 1 < sum(chunks for chunks, _ in steps) <= 9, steps
 
 
-@pytest.mark.parametrize("holding", HOLDINGS)
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"])
-def test_packed(name: str, holding: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, packed_on_ranks, name, holding, [0, 1, 2])
+def compare_beginnings(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 3)
+        steps_by_seed = compare(
+            name,
+            hold,
+            Exact(chunk_size=5),
+            seeds,
+            lambda case, rank, seed: case.inputs(*tree_of(rank, seed)),
+            lambda case, rank, seed: case.call(None, case.inputs(*tree_of(rank, seed))).loss,
+        )
+    counted = [sum(tokens for _, tokens in steps if tokens > 2) for steps in steps_by_seed]
+    assert all(counted) and min(counted) < 2 * 21, counted  # of the pair; idle chunks have two tokens
 
 
-NAMES = ["hybrid", "LlamaForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM", "GptOssForCausalLM"]
+def answers_to(prompt: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return ids of a rank's prompt with 4 answers or, on other ranks, 2; and which tokens are answers."""
+    answers = 2 if rank else 4
+    rest = make_ids(answers, 7 + rank, seed=30 + rank)
+    ids = torch.cat([make_ids(1, prompt, seed=rank).expand(answers, -1), rest], 1)
+    counted = torch.arange(ids.shape[1]).expand_as(ids) >= prompt
+    return ids + 3, counted & (ids % 5 != 0)
 
 
-@pytest.mark.parametrize("holding", HOLDINGS)
+def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: list[int]) -> None:
+    """Log-probabilities of answers, as GRPO has them: of each rank's own prompt."""
+    case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
+    adjoint.wrap(case.model, Exact(chunk_size=5))
+    with pytest.MonkeyPatch.context() as patch, case.double(), counting_steps() as steps:
+        patch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 3)
+        held = hold(case)
+        for prompt in (6, *(12 + seed for seed in seeds)):
+            steps.clear()
+            reference.model.zero_grad()
+            for rank in range(dist.get_world_size()):
+                expected = adjoint.token_logprobs(reference.model, *answers_to(prompt, rank), temperature=0.7)
+                (expected.exp().sum() / dist.get_world_size()).backward()
+                if rank == dist.get_rank():
+                    ids, counted = answers_to(prompt, rank)
+                    logprobs = adjoint.token_logprobs(held.model, ids, counted, temperature=0.7)
+                    torch.testing.assert_close(logprobs, expected)
+            held.backward(logprobs.exp().sum())
+            grads = {n: p.grad for n, p in reference.model.named_parameters() if p.grad is not None}
+            assert_same(held.gradients(), grads, 1e-10)
+    tokens = sum(tokens for _, tokens in steps if tokens > 2)
+    assert 0 < tokens < held.passes * ids.numel(), (steps, ids.numel())
+
+
+COMPARE = {"packed": compare_packed, "beginnings": compare_beginnings, "answers": compare_answers}
+
+
+def on_two_ranks(compare: str, name: str, way: str, seeds: list[int]) -> None:
+    COMPARE[compare](name, WAYS[way], seeds)
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
-def test_beginnings(name: str, holding: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, beginnings_on_ranks, name, holding, [0, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
+    """Ranks have different numbers of documents: none of them waits for another one."""
+    on_ranks(2, tmp_path, on_two_ranks, "packed", name, way, [0, 1, 2])
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", ["hybrid", *NAMES, "GptOssForCausalLM"])
+@pytest.mark.parametrize("way", WAYS)
+def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None:
+    """A tree of rows on one rank, a pair or none on another; GptOss has attention of its own."""
+    on_ranks(2, tmp_path, on_two_ranks, "beginnings", name, way, [0, 1, 2])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["BambaForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("way", ["FSDP2", "DDP"])
+def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, on_two_ranks, "answers", name, way, [0, 1])

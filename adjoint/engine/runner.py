@@ -26,8 +26,8 @@ from adjoint.engine.shared_prefix import (
     states_in_batch_order,
     tokens_in_batch_order,
 )
-from adjoint.engine.step import ChunkedStep, Result
-from adjoint.engine.turns import Node, StepsInTurns, Tree, agree_on_turns, trees_of
+from adjoint.engine.step import Result
+from adjoint.engine.turns import Turns
 from adjoint.engine.verification import NotAttended
 from adjoint.layers import State
 
@@ -52,7 +52,8 @@ def run_loss(
     """
     if not is_segment and group is None and (shared := model.segments(call, True, returns_states)):
         if model.weights().is_gathered:
-            return Result(*_in_turns(model, call, shared, returns_states))
+            turns = Turns(model, call, shared, returns_states)
+            return Result(*turns.loss())
         losses, states = _by_segments(model, call, shared, run_loss, returns_states)
         return Result(torch.stack(losses).sum(), states)
     batch, spec = model.cut(call, group)
@@ -71,9 +72,15 @@ def run_hidden(
     Args:
         returns_states, is_segment, keeps_tapes: as in `run_loss`.
     """
-    is_alone = not is_segment and not model.weights().is_gathered  # else no backward could follow
-    if is_alone and (shared := model.segments(call, False, returns_states)):
-        pieces, states = _by_segments(model, call, shared, run_hidden, returns_states)
+    if not is_segment and (shared := model.segments(call, False, returns_states)):
+        if model.weights().is_gathered:
+            assert not torch.is_grad_enabled(), "a backward inside the forward has no cotangents yet"
+            turns = Turns(model, call, shared, returns_states)
+            pieces, states = turns.hidden_states(), turns.states
+            if not shared.segments:
+                return HiddenResult(pieces[0], states)
+        else:
+            pieces, states = _by_segments(model, call, shared, run_hidden, returns_states)
         hidden = tokens_in_batch_order(shared.segments, pieces, shared.lengths)
         return HiddenResult(hidden.unflatten(0, shared.shape), states)
     batch, spec = model.cut(call)
@@ -112,56 +119,6 @@ def _by_segments(
         model.join_prefixes()
         final = run_segments(segments, run, returns_states)
     return pieces, states_in_batch_order(segments, final) if returns_states else []
-
-
-def _in_turns(
-    model: ChunkedModel[CallT], call: CallT, shared: SharedRows, returns_states: bool
-) -> tuple[Tensor, list[State]]:
-    """Return the loss of a call whose segments all processes run in turns, and its final states.
-
-    Args:
-        shared: without segments, if the call runs as it is, beside other processes' segments.
-    """
-    weights, segments = model.weights(), shared.segments
-    trees = trees_of(segments, [model.chunks_of(call, segment) for segment in segments])
-    if not segments:
-        batch, spec = model.cut(call)
-        trees = [Tree([Segment(0, batch.seqlen, [])], [0], len(spec.cuts(batch.seqlen)) - 1)]
-    turns, steps, final = agree_on_turns(weights, trees), StepsInTurns(), dict[int, list[State]]()
-
-    def make_step(inner: CallT, is_last: bool) -> ChunkedStep:
-        """Return the step of a call; the last one of a turn is the first to run back."""
-        batch, spec = model.cut(inner)
-        return model.step(inner, batch, spec if is_last else spec.without_tapes())
-
-    def run_forward(tree: Tree, is_last: bool) -> None:
-        nodes = list[Node]()
-
-        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
-            inner = model.segment_call(call, segment, beginning) if segments else call
-            step = make_step(inner, is_last and number == len(tree.segments) - 1)
-            parent = None if segment.parent is None else nodes[segment.parent]
-            node = steps.forward(step, returns_states, parent, segment.parent_rows)
-            nodes.append(node)
-            return End(node.states, step.slabs)
-
-        for number, states in run_segments(tree.segments, run, returns_states).items():
-            final[tree.numbers[number]] = states
-        chunks = sum(node.step.grid.chunks for node in nodes)
-        assert chunks == tree.chunks, "processes have agreed on another number of chunks"
-
-    weights.rest()
-    with steps:
-        for turn in turns:
-            for tree in turn.trees:
-                run_forward(tree, tree is turn.trees[-1] and not turn.idle_chunks)
-            for rest in reversed(range(turn.idle_chunks)):
-                steps.forward(make_step(model.idle_call(call), is_last=rest == 0))
-            steps.run_back(is_last=turn is turns[-1])
-    states = list[State]()
-    if returns_states:
-        states = states_in_batch_order(segments, final) if segments else final[0]
-    return steps.differentiable(states)
 
 
 @torch.no_grad()

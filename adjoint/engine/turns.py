@@ -17,12 +17,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from adjoint.engine.shared_prefix import Segment
+from adjoint.engine.hidden_states import CollectHiddenStates
+from adjoint.engine.model import CallT, ChunkedModel, SharedRows
+from adjoint.engine.shared_prefix import (
+    Beginning,
+    End,
+    Segment,
+    run_segments,
+    states_in_batch_order,
+)
 from adjoint.engine.step import ChunkedStep, grouped
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import Weights
@@ -101,7 +109,8 @@ class Node:
         loss, final: its results.
         parent: the step from whose final states it began, or None.
         parent_rows: for each row, the row of that step.
-        d_states: cotangents of its final states.
+        d_states: cotangents of its final states; None where there is none yet.
+        hidden: its hidden states, if they are asked for.
     """
 
     step: ChunkedStep
@@ -110,6 +119,7 @@ class Node:
     parent: Node | None
     parent_rows: Sequence[int]
     d_states: list[Tensor | None]
+    hidden: Tensor | None = None
 
     @property
     def states(self) -> list[State]:
@@ -122,97 +132,177 @@ class Node:
             if d is None or not d.numel():  # keys and values stay in the slabs, which have their cotangents
                 continue
             total = self.d_states[place]
-            total = torch.zeros_like(state) if total is None else total
-            self.d_states[place] = total.index_add_(0, torch.tensor(rows, device=d.device), d.to(total.dtype))
+            total = self.d_states[place] = torch.zeros_like(state) if total is None else total
+            total.index_add_(0, torch.tensor(rows, device=d.device), d.to(total.dtype))
+
+    def run_back(self, is_last: bool) -> tuple[dict[Tensor, Tensor], list[Tensor | None]]:
+        """Run the step back; arguments and results as `ChunkedStep.run_back` has them.
+
+        States from which no step has gone on get zeros: DeepSpeed counts the outputs of modules that have a
+        cotangent, and compares the numbers of all processes."""
+        pairs = zip(self.d_states, self.final, strict=True)
+        d_states = [torch.zeros_like(state) if d is None else d for d, state in pairs]
+        return self.step.run_back(self.loss, self.final, d_states, is_last)
 
 
-class StepsInTurns:
-    """A context in which the steps of one call run, and back in turns.
+class Turns(Generic[CallT]):
+    """The segments of one call in turns, which run when a result is asked for, once.
+
+    Args:
+        model: whose weights are gathered. call: of the model.
+        shared: the call's segments, or none: then it runs as it is, beside those of other processes.
+        returns_states: whether the final states are asked for, with keys and values.
 
     Attributes:
-        total: the sum of their losses.
-        lead: the first step, to whose node in autograd's graph the gradients of all belong.
+        states: the final states of the call's rows, with `returns_states`; else there are none.
     """
 
-    total: Tensor
-    lead: ChunkedStep | None = None
-
-    def __init__(self) -> None:
-        self._contexts = contextlib.ExitStack()
-        self._nodes: list[Node] = []
+    def __init__(
+        self, model: ChunkedModel[CallT], call: CallT, shared: SharedRows, returns_states: bool
+    ) -> None:
+        self.model, self.call, self.segments = model, call, shared.segments
+        self.returns_states = returns_states
+        self.states: list[State] = []
+        self._lead: ChunkedStep | None = None  # to whose node in autograd's graph all gradients belong
+        self._nodes: list[Node] = []  # of this turn
+        self._losses: list[Tensor] = []
+        self._hidden: dict[int, Tensor] = {}  # by number of the segment
         self._gradients: dict[Tensor, Tensor] = {}
-        self._others: dict[Tensor, Tensor] = {}
-        self._d_initial: list[Tensor | None] = []
+        self._others: dict[Tensor, Tensor] = {}  # gradients of tensors that nobody gathers
+        self._d_initial: list[Tensor | None] = []  # of the lead
 
-    def __enter__(self) -> StepsInTurns:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._contexts.__exit__(*error)  # type: ignore[arg-type]
-        if self.lead is not None and self.lead.has_backward and error[0] is None:
-            lead, trained = self.lead, _trained(self.lead)
-            lead.sweep.keep(self._gradients, self._others, self._d_initial, trained, lead.distribution)
-
-    def forward(
-        self,
-        step: ChunkedStep,
-        returns_states: bool = False,
-        parent: Node | None = None,
-        parent_rows: Sequence[int] = (),
-    ) -> Node:
-        """Run a step forward.
-
-        Args:
-            returns_states: whether keys and values are among its final states.
-            parent, parent_rows: the step of this turn from whose states it begins, and the row of each row.
-        """
-        if self.lead is None:
-            self.lead = step
-            if step.has_backward:
-                self._gradients = self._contexts.enter_context(step.sweep.collected(_trained(step), True))
-        loss, final = step.forward_in_turn(returns_states)
-        self.total = self.total + loss if hasattr(self, "total") else loss
-        final = final[: len(final) - len(step.sums)]
-        node = Node(step, loss, final, parent, parent_rows, [None] * len(final))
-        self._nodes.append(node)
-        return node
-
-    def run_back(self, is_last: bool) -> None:
-        """Run this turn's steps back, the last one first; `is_last`: no other turn follows."""
-        nodes, self._nodes = self._nodes, []
-        while nodes:
-            node = nodes.pop()
-            if not node.step.has_backward:
-                continue
-            step, is_end = node.step, is_last and not nodes
-            others, d_initial = step.run_back(node.loss, node.final, node.d_states, is_end)
-            for tensor, gradient in others.items():
-                total = self._others.setdefault(tensor, gradient)
-                if total is not gradient:
-                    total += gradient
-            if step is self.lead:
-                self._d_initial = d_initial
-            if node.parent is not None:
-                node.parent.add_cotangents(d_initial, node.parent_rows)
-
-    def differentiable(self, states: Sequence[State]) -> tuple[Tensor, list[State]]:
-        """Return the summed loss and the call's final states, differentiable; the turns must have ended."""
-        lead = self.lead
-        assert lead is not None
+    def loss(self) -> tuple[Tensor, list[State]]:
+        """Return the mean loss and the final states, differentiable."""
+        lead = self._run(collects=False)
+        total = torch.stack(self._losses).sum()
         if not lead.has_backward:
-            return self.total, list(states)
+            return total, self.states
         listed = {id(t) for t in lead.grad_inputs}
-        more = [t for t in self._others if id(t) not in listed]
+        unlisted = [t for t in self._others if id(t) not in listed]  # that later steps alone have reached
 
         def back(
             d_loss: Tensor | None, *d_states: Tensor | None
         ) -> tuple[Gradients, Sequence[Tensor | None]]:
             gradients, d_initial = lead.backward(d_loss, d_states)
-            return gradients, [*d_initial, *map(gradients.get, more)]
+            return gradients, [*d_initial, *map(gradients.get, unlisted)]
 
-        results = [self.total, *(s for state in states for s in state)]
-        loss, *flat = lead.differentiable(results, back, more)
-        return loss, grouped(states, flat)
+        results = [total, *(s for state in self.states for s in state)]
+        loss, *states = lead.differentiable(results, back, unlisted)
+        return loss, grouped(self.states, states)
+
+    def hidden_states(self) -> list[Tensor]:
+        """Return the hidden states of each segment, or of the call, without gradients."""
+        self._run(collects=True)
+        return [self._hidden[number] for number in sorted(self._hidden)]
+
+    def _trees(self) -> list[Tree]:
+        """Return the trees of the call's segments; without segments, one that stands for the call."""
+        if self.segments:
+            chunks = [self.model.chunks_of(self.call, segment) for segment in self.segments]
+            return trees_of(self.segments, chunks)
+        batch, spec = self.model.cut(self.call)
+        return [Tree([Segment(0, batch.seqlen, [])], [0], len(spec.cuts(batch.seqlen)) - 1)]
+
+    def _run(self, collects: bool) -> ChunkedStep:
+        """Run all turns; return the lead.
+
+        Args:
+            collects: whether hidden states are asked for, in place of the loss.
+        """
+        weights, final = self.model.weights(), dict[int, list[State]]()
+        turns = agree_on_turns(weights, self._trees())
+        weights.rest()
+        with contextlib.ExitStack() as contexts:
+            for turn in turns:
+                for tree in turn.trees:
+                    is_last = tree is turn.trees[-1] and not turn.idle_chunks
+                    final |= self._run_tree(tree, contexts, collects, is_last)
+                for rest in reversed(range(turn.idle_chunks)):
+                    self._forward(self.model.idle_call(self.call), contexts, collects, is_last=rest == 0)
+                self._run_back(is_last=turn is turns[-1])
+        lead = self._lead
+        assert lead is not None
+        if lead.has_backward:
+            lead.sweep.keep(self._gradients, self._others, self._d_initial, _trained(lead), lead.distribution)
+        if self.returns_states:
+            self.states = states_in_batch_order(self.segments, final) if self.segments else final[0]
+        return lead
+
+    def _run_tree(
+        self, tree: Tree, contexts: contextlib.ExitStack, collects: bool, is_last: bool
+    ) -> dict[int, list[State]]:
+        """Run a tree forward; return the final states of segments without branches, by number in the call.
+
+        Args:
+            contexts, collects, is_last: as in `_forward`; the last one of its last segment.
+        """
+        nodes = list[Node]()
+
+        def run(number: int, segment: Segment, beginning: Beginning | None) -> End:
+            inner, is_end = self.call, is_last and number == len(tree.segments) - 1
+            if self.segments:
+                inner = self.model.segment_call(self.call, segment, beginning)
+            parent = None if segment.parent is None else nodes[segment.parent]
+            node = self._forward(inner, contexts, collects, is_end, parent, segment.parent_rows)
+            nodes.append(node)
+            if node.hidden is not None:
+                self._hidden[tree.numbers[number]] = node.hidden
+            return End(node.states, node.step.slabs)
+
+        ends = run_segments(tree.segments, run, self.returns_states)
+        chunks = sum(node.step.grid.chunks for node in nodes)
+        assert chunks == tree.chunks, "processes have agreed on another number of chunks"
+        return {tree.numbers[number]: states for number, states in ends.items()}
+
+    def _forward(
+        self,
+        inner: CallT,
+        contexts: contextlib.ExitStack,
+        collects: bool,
+        is_last: bool,
+        parent: Node | None = None,
+        parent_rows: Sequence[int] = (),
+    ) -> Node:
+        """Run a call forward.
+
+        Args:
+            contexts: of all turns, which the first step enters.
+            collects: as in `_run`.
+            is_last: whether no other step of the turn follows: its backward is the first one.
+            parent, parent_rows: as in `Node`.
+        """
+        batch, spec = self.model.cut(inner)
+        collect = CollectHiddenStates(batch.seqlen) if collects else None
+        spec = spec if is_last else spec.without_tapes()
+        step = self.model.step(inner, batch, spec, collect=collect)
+        if self._lead is None:
+            self._lead = step
+            if step.has_backward:
+                self._gradients = contexts.enter_context(step.sweep.collected(_trained(step), True))
+        loss, results = step.forward_in_turn(self.returns_states)
+        states = results[: len(results) - len(step.sums)]
+        hidden = None if collect is None else collect.hidden
+        node = Node(step, loss, states, parent, parent_rows, [None] * len(states), hidden)
+        self._nodes.append(node)
+        self._losses.append(loss)
+        return node
+
+    def _run_back(self, is_last: bool) -> None:
+        """Run the turn's steps back, the last one first; `is_last`: no other turn follows."""
+        nodes, self._nodes = self._nodes, []
+        while nodes:
+            node = nodes.pop()
+            if not node.step.has_backward:
+                continue
+            others, d_initial = node.run_back(is_last=is_last and not nodes)
+            for tensor, gradient in others.items():
+                total = self._others.setdefault(tensor, gradient)
+                if total is not gradient:
+                    total += gradient
+            if node.step is self._lead:
+                self._d_initial = d_initial
+            if node.parent is not None:
+                node.parent.add_cotangents(d_initial, node.parent_rows)
 
 
 def _trained(step: ChunkedStep) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.batch import Batch
+from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine.chunk_size import segments_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.model import SharedRows
 from adjoint.engine.runner import chunk_losses as losses_of_chunks
-from adjoint.engine.runner import last_hidden, run_hidden
+from adjoint.engine.runner import last_hidden, run_hidden, run_loss
 from adjoint.engine.shared_prefix import Beginning, Segment
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
@@ -35,7 +34,7 @@ from adjoint.hf.model_parts import backbone_of, current_weights, layers_of, orig
 from adjoint.hf.router_loss import RouterLogits
 from adjoint.hf.shared_rows import idle_call, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
-from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
 from adjoint.hf.verify.first_use import Verification, verify
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
@@ -238,13 +237,12 @@ def weighted_logprobs(
         weights: (batch, seqlen), 0 at position 0.
         temperature: divides the logits.
     """
-    ids, call = arguments["input_ids"], Call(model, arguments)
+    ids, weights = arguments["input_ids"], weights.roll(-1, 1)
+    assert isinstance(ids, Tensor)
     hf_model = HFModel(verify(Call(model, {"input_ids": ids, "labels": ids})), temperature)
-    batch, spec = hf_model.cut(call)
-    tensors, _ = call.joined({"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)})
-    inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
-    batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
-    return hf_model.step(call, batch, spec).loss().loss
+    targets = ids.roll(-1, 1).masked_fill(weights == 0, IGNORE_INDEX)
+    summed = {"shift_labels": targets, "num_items_in_batch": 1}
+    return run_loss(hf_model, Call(model, {**arguments, **summed}, logprob_weights=weights)).loss
 
 
 # ----------------------------------------------------------------------------------------- the line on stderr

@@ -85,7 +85,7 @@ def _is_plain(call: Call) -> bool:
         return False
     has_other_loss = custom_loss_function(model) is not None or check.z_loss_coefficient(model)
     has_other_loss = has_other_loss or check.has_logit_penalty(model)
-    return not (call.has_labels and has_other_loss)
+    return not (call.has_labels and call.logprob_weights is None and has_other_loss)
 
 
 def _short_documents(call: Call, verification: Verification) -> list[Segment] | None:
@@ -218,7 +218,11 @@ def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> C
     assert spans is not None
     ids = shared_prefix.take_from(call.ids, spans)(segment.rows, segment.start, segment.stop)
     arguments: dict[str, object] = {"input_ids": ids}
-    weights = None
+    weights = logprob_weights = None
+    if call.logprob_weights is not None:
+        take = shared_prefix.take_from(call.logprob_weights, spans)
+        of_members = [take(members, segment.start, segment.stop).sum(0) for members in segment.members]
+        logprob_weights = torch.stack(of_members)
     if (targets_in := _targets_in(call, spans)) is not None:
         arguments["shift_labels"], weights = shared_prefix.targets_of(segment, targets_in)
         arguments["num_items_in_batch"] = call.divisor  # the whole call's
@@ -228,7 +232,7 @@ def segment_call(call: Call, segment: Segment, beginning: Beginning | None) -> C
     if beginning is not None:
         start = 0 if call.mask is None else call.padding_at_left[segment.rows[0]]
         carried = CarriedState(beginning.states[0], segment.start - start, beginning.prefix)
-    return Call(call.model, arguments, carried=carried, weights=weights)
+    return Call(call.model, arguments, carried=carried, weights=weights, logprob_weights=logprob_weights)
 
 
 def idle_call(call: Call) -> Call:
@@ -238,4 +242,6 @@ def idle_call(call: Call) -> Call:
     if call.has_labels:
         arguments["shift_labels"] = torch.full_like(ids, IGNORE_INDEX)
         arguments["num_items_in_batch"] = call.divisor
-    return Call(call.model, arguments)
+    weights = call.logprob_weights
+    zeros = None if weights is None else torch.zeros_like(ids, dtype=weights.dtype)
+    return Call(call.model, arguments, logprob_weights=zeros)

@@ -38,7 +38,7 @@ from adjoint.hf.cache import (
     make_chunk_cache,
     zeros,
 )
-from adjoint.hf.call import Call, Padding
+from adjoint.hf.call import WEIGHTS, Call, Padding
 from adjoint.hf.chunk_context import ChunkContext, ChunkRandomness, EmbeddingNoise
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import (
@@ -80,8 +80,6 @@ from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 
 Divide = Callable[["CausalLM", int], Sequence[Stage]]
-# Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
-WEIGHTS = f"{PREFIX}weights"
 
 
 class StageParts:
@@ -559,7 +557,8 @@ class WeightedLogProbs(Backbone):
         weights = chunk.inputs[WEIGHTS]
         is_counted = weights != 0
         is_counted[0, 0] = True  # the head runs in every chunk, as under FSDP it must
-        values = logprobs(self.model, output[0][is_counted], chunk.targets[is_counted], self.temperature)
+        targets = chunk.targets[is_counted].clamp(min=0)  # that of an idle chunk is none
+        values = logprobs(self.model, output[0][is_counted], targets, self.temperature)
         return (values * weights[is_counted]).sum(), state
 
 
