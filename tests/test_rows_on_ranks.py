@@ -25,7 +25,9 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Tokens of the documents in a rank's packed row: many short ones, some of one length, a long one.
-LENGTHS = [[3, 1, 3, 4, 4, 29, 5, 5, 4, 2, 2, 1], [7, 7, 7, 7, 7, 7, 7, 7, 7], [63]]
+LENGTHS = [[3, 1, 3, 4, 4, 29, 5, 5, 4, 2, 2, 1], [7] * 9, [63]]
+LENGTHS += [[2, 4, 4, 3, 2, 5, 5, 4, 3, 4, 5, 4, 3, 5, 2, 3, 1, 4]]
+SHORT = [1, 3]  # those without a document that is longer than a chunk
 # (seed of ids, tokens) of the pieces of a rank's rows: a tree, a pair, rows that have nothing in common.
 TREES = [
     [[(1, 9), (2, 5), (3, 7)], [(4, 6), (5, 15)], [(1, 9), (6, 12)], [(1, 9), (2, 5), (8, 7)]],
@@ -96,11 +98,18 @@ def tensor_parallel(case: ModelOfEitherKind) -> Held:
     return plainly_held(case.model, case, ranks_differ=False)
 
 
+def shared_sequence(case: ModelOfEitherKind) -> Held:
+    adjoint.wrap(case.model, Exact(chunk_size=16), sequence_group=dist.group.WORLD)
+    return plainly_held(case.model, case, ranks_differ=False)
+
+
 WAYS: dict[str, Callable[[ModelOfEitherKind], Held]] = {
     "FSDP2": fully_sharded,
     "DDP": data_parallel,
     "tensor parallelism": tensor_parallel,
+    "a shared sequence": shared_sequence,
 }
+SHARES_BEGINNINGS = [way for way in WAYS if way != "a shared sequence"]
 
 
 # ------------------------------------------------------------------------------------------------- batches
@@ -269,12 +278,12 @@ def on_two_ranks(compare: str, name: str, way: str, seeds: list[int]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """Ranks have different numbers of documents: none of them waits for another one."""
-    on_ranks(2, tmp_path, on_two_ranks, "packed", name, way, [0, 1, 2])
+    on_ranks(2, tmp_path, on_two_ranks, "packed", name, way, [0, 1, 2] if way in SHARES_BEGINNINGS else SHORT)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["hybrid", *NAMES, "GptOssForCausalLM"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SHARES_BEGINNINGS)
 def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """A tree of rows on one rank, a pair or none on another; GptOss has attention of its own."""
     on_ranks(2, tmp_path, on_two_ranks, "beginnings", name, way, [0, 1, 2])

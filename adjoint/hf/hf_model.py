@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.model_parts import backbone_of, current_weights, layers_of, original_class
 from adjoint.hf.router_loss import RouterLogits
-from adjoint.hf.shared_rows import idle_call, segment_call, segments_of
+from adjoint.hf.shared_rows import idle_call, pack_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
 from adjoint.hf.verify.first_use import Verification, verify
@@ -48,6 +48,7 @@ class HFModel:
         temperature: divides the logits where the sum of weighted log-probabilities is asked for
             (`weighted_logprobs`); else None.
         with_router_logits: whether those that a call asks for follow its hidden states.
+        packs_rows: whether ranks that share a call's sequences may run its short documents side by side.
 
     Attributes:
         stage: the model as the stage of the step that was made last.
@@ -60,10 +61,12 @@ class HFModel:
         verification: Verification,
         temperature: float | None = None,
         with_router_logits: bool = False,
+        packs_rows: bool = False,
     ) -> None:
         self.verification, self.temperature = verification, temperature
-        self.with_router_logits = with_router_logits
+        self.with_router_logits, self.packs_rows = with_router_logits, packs_rows
         self.shares_rows = False
+        self._rows_at: Mapping[int, int] | None = None  # of the chunks, if they have rows of their own
         self._trained_parameters: list[Tensor] | None = None  # of the first step
 
     def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
@@ -78,6 +81,8 @@ class HFModel:
                 "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
                 "one process",
             )
+        if group is not None and self.packs_rows and (packed := pack_rows(call, verification)) is not None:
+            batch, spec, self._rows_at = packed
         is_open = spec.storage.segment_layers is None and not batch.inputs
         if is_open and batch.ids.is_cuda and group is None:
             spec = self._in_segments(call, batch, spec)
@@ -123,7 +128,7 @@ class HFModel:
                 self.stage.temperature = self.temperature
         self._trained_parameters = self.stage.trained_parameters
         stages = [self.stage] if collect is None else [self.stage, collect]
-        return make_step(stages, batch, spec, backward_context(verification), group)
+        return make_step(stages, batch, spec, backward_context(verification), group, self._rows_at)
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""

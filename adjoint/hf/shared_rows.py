@@ -7,6 +7,7 @@ which a model's results are those of full rows, and the call of each segment."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -105,6 +106,36 @@ def _short_documents(call: Call, verification: Verification) -> list[Segment] | 
     chunk_tokens, chunks = spec.chunk_size * rows, len(spec.cuts(seqlen)) - 1
     segments = short_documents.side_by_side(lengths, chunk_tokens)
     return segments if 2 * sum(-(-s.tokens // chunk_tokens) for s in segments) <= chunks else None
+
+
+def pack_rows(call: Call, verification: Verification) -> tuple[Batch, EngineSpec, dict[int, int]] | None:
+    """Return a call's packed documents side by side as the chunks of one row, for ranks that share it.
+
+    None where `segments_of` leaves documents apart, or if one is longer than a chunk: ranks share that.
+
+    Returns:
+        The batch, the spec of its chunks, and the number of rows of the chunk that begins at a token.
+    """
+    method, kind = verification.wrap_state.method, verification.holding.kind
+    if method.storage.memory is not None or kind.is_gathered or key_pickers(backbone_of(call.model)):
+        return None
+    if not _is_plain(call) or (segments := _short_documents(call, verification)) is None:
+        return None
+    batch, starts = call.batch()
+    spec = verification.chunk_spec(batch.ids, starts)
+    if max(segment.tokens for segment in segments) > spec.chunk_size * batch.rows:
+        return None
+    calls = [segment_call(call, segment, None) for segment in segments]
+    rows_at, start = dict[int, int](), 0
+    for segment in segments:
+        rows_at[start] = len(segment.members)
+        start += segment.tokens
+    ids, targets = (
+        torch.cat([t.flatten() for t in tensors])[None]
+        for tensors in zip(*[(inner.ids, inner.targets) for inner in calls], strict=True)
+    )
+    packed = Batch(ids, targets, call.divisor)
+    return packed, dataclasses.replace(spec, chunk_size=start, documents=(*rows_at,), cut_at=()), rows_at
 
 
 def halves_tokens(call: Call) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import HiddenStates
 from adjoint.engine.host_weights import fetched, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
+from adjoint.engine.rows_in_chunks import RowsInChunks
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
@@ -568,6 +569,7 @@ def make_step(
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
     group: dist.ProcessGroup | SingleRank | None = None,
+    rows_at: Mapping[int, int] | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
@@ -575,6 +577,7 @@ def make_step(
         stages: the model's stage, and perhaps `CollectHiddenStates` or `WeightedSum`.
         backward_context: around the backward.
         group: the process group whose ranks share the batch, or `context.SINGLE_RANK`.
+        rows_at: as in `RowsInChunks`, if chunks have rows of their own.
 
     Raises:
         Refused: the ranks of a group cannot share the model's sequences.
@@ -592,6 +595,9 @@ def make_step(
     prefix = None if stages[0].carried is None else stages[0].carried.prefix
     is_alone = group is None and prefix is None
     distribution = None if is_alone else distribution_of(group, prefix)
+    if rows_at is not None:
+        stages = [RowsInChunks(stages[0], states[0], rows_at), *stages[1:]]
+        batch = dataclasses.replace(batch, states=[() for _ in stages])
     return ChunkedStep(stages, batch, spec, width, sums, distribution, weights.sweep(backward_context))
 
 
