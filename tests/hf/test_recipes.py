@@ -22,6 +22,7 @@ IN_ONE_PROCESS = [  # importing takes the longest
     "state_passing",
     "masked_tokens",
     "same_run",
+    "rollout_tree",
 ]
 APART = {"trl_distillation": "trl", "grpo": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
@@ -54,8 +55,9 @@ def test_recipes(tmp_path: Path) -> None:
     """Each compares itself with the model as it is, and fails if they differ."""
     printed = run_recipes(IN_ONE_PROCESS, tmp_path)
     assert printed.count("against plain autograd") == 4
-    assert printed.count("step   2  loss") == 6
+    assert printed.count("step   2  loss") == 7
     assert "difference from the model as it is" in printed
+    assert "gradient of the tree against that of its rows" in printed
     assert "eval_loss" in printed
 
 
