@@ -150,6 +150,9 @@ class HFModel:
         return None if segments is None else segments.divide
 
     def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
+        is_alone = not self.verification.holding.kind.is_gathered
+        if is_alone and (call.num_documents == 1 or returns_states):
+            return None
         shared = segments_of(call, self.verification, returns_states)
         self.shares_rows = shared is not None
         return shared
