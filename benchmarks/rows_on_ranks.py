@@ -52,11 +52,11 @@ def measure_rank(point: Point) -> Point:
     chunk_size = None if point["together"] else LENGTH
     packs = point["batch"] == "packed"
     method = adjoint.Exact(chunk_size) if packs else adjoint.Exact(share_prefixes=point["together"])
-    held = _held(adjoint.wrap(model, method), point["holding"])
+    distributed = _distributed(adjoint.wrap(model, method), point["holding"])
     torch.manual_seed(dist.get_rank())
     loss_of = _packed if packs else _answers
-    loss_of(held, {**point, **FIRST})().backward()  # with the trials of first use
-    loss, seconds = loss_of(held, point), list[float]()
+    loss_of(distributed, {**point, **FIRST})().backward()  # with the trials of first use
+    loss, seconds = loss_of(distributed, point), list[float]()
     for _ in range(point["passes"]):
         model.zero_grad()
         begin = time.process_time()
@@ -68,7 +68,7 @@ def measure_rank(point: Point) -> Point:
     return {"cpu_seconds": min(seconds), "gradient_norm": float(norm)}
 
 
-def _held(model: Any, holding: str) -> Any:
+def _distributed(model: Any, holding: str) -> Any:
     """Return a wrapped model whose weights the processes share, or have each."""
     if holding == "DDP":
         return torch.nn.parallel.DistributedDataParallel(model)
@@ -142,15 +142,15 @@ class RowsOnRanks(Benchmark):
             ways = [results.get((batch, name, holding, together)) for together in (False, True)]
             if None in ways:
                 continue
-            (point, apart), (_, together) = ways  # type: ignore[misc]
+            (point, separate), (_, together) = ways  # type: ignore[misc]
             rows.append(
                 {
                     "batch": BATCHES[batch].format_map(point),
                     "model": name,
                     "weights": holding,
-                    "apart_cpu_seconds": apart["cpu_seconds"],
+                    "apart_cpu_seconds": separate["cpu_seconds"],
                     "together_cpu_seconds": together["cpu_seconds"],
-                    "gradient_difference": abs(together["gradient_norm"] / apart["gradient_norm"] - 1),
+                    "gradient_difference": abs(together["gradient_norm"] / separate["gradient_norm"] - 1),
                 }
             )
         return rows
@@ -170,8 +170,8 @@ class RowsOnRanks(Benchmark):
         ]
         lines = []
         for row in result["rows"]:
-            apart, together = row["apart_cpu_seconds"], row["together_cpu_seconds"]
-            numbers = [f"{apart:.2f}", f"{together:.2f}", f"{apart / together:.1f}"]
+            separate, together = row["apart_cpu_seconds"], row["together_cpu_seconds"]
+            numbers = [f"{separate:.2f}", f"{together:.2f}", f"{separate / together:.1f}"]
             lines.append([row["batch"], row["model"], row["weights"], *numbers])
         table = report.markdown_table(heads, lines, (0, 1, 2))
         worst = max((row["gradient_difference"] for row in result["rows"]), default=0)

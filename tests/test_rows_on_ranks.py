@@ -40,7 +40,7 @@ NAMES = ["BambaForCausalLM", "LlamaForCausalLM", "Qwen3_5ForCausalLM"]
 # ------------------------------------------------------------------------------------ ways to hold weights
 
 
-class Held(NamedTuple):
+class ModelOnRanks(NamedTuple):
     """A model whose weights ranks hold together.
 
     Attributes:
@@ -58,7 +58,9 @@ class Held(NamedTuple):
     passes: int = 1
 
 
-def plainly_held(model: Any, case: ModelOfEitherKind, ranks_differ: bool = True, passes: int = 1) -> Held:
+def on_ranks_of_torch(
+    model: Any, case: ModelOfEitherKind, ranks_differ: bool = True, passes: int = 1
+) -> ModelOnRanks:
     def gradients() -> dict[str, Tensor]:
         grads = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
         case.model.zero_grad()
@@ -66,44 +68,44 @@ def plainly_held(model: Any, case: ModelOfEitherKind, ranks_differ: bool = True,
             return {name: split.gather(name, gradient) for name, gradient in grads.items()}
         return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
-    return Held(model, Tensor.backward, gradients, ranks_differ, passes)
+    return ModelOnRanks(model, Tensor.backward, gradients, ranks_differ, passes)
 
 
 def layers_of(case: ModelOfEitherKind) -> list[Any]:
     return list(case.model.layers if case.is_stack else case.model.model.layers)
 
 
-def fully_sharded(case: ModelOfEitherKind) -> Held:
+def fully_sharded(case: ModelOfEitherKind) -> ModelOnRanks:
     from torch.distributed.fsdp import fully_shard
 
     for layer in layers_of(case):
         fully_shard(layer)
-    return plainly_held(fully_shard(case.model), case, passes=2)
+    return on_ranks_of_torch(fully_shard(case.model), case, passes=2)
 
 
-def data_parallel(case: ModelOfEitherKind) -> Held:
-    return plainly_held(torch.nn.parallel.DistributedDataParallel(case.model), case)
+def data_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
+    return on_ranks_of_torch(torch.nn.parallel.DistributedDataParallel(case.model), case)
 
 
-def tensor_parallel(case: ModelOfEitherKind) -> Held:
+def tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
     if case.is_stack:
         case.model.parallelize(dist.group.WORLD)
-        return plainly_held(case.model, case, ranks_differ=False)
+        return on_ranks_of_torch(case.model, case, ranks_differ=False)
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
     for layer in layers_of(case):
         mlp = getattr(layer, "feed_forward", None) or layer.mlp
         parallelize_module(mlp, dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-    return plainly_held(case.model, case, ranks_differ=False)
+    return on_ranks_of_torch(case.model, case, ranks_differ=False)
 
 
-def shared_sequence(case: ModelOfEitherKind) -> Held:
+def shared_sequence(case: ModelOfEitherKind) -> ModelOnRanks:
     adjoint.wrap(case.model, Exact(chunk_size=16), sequence_group=dist.group.WORLD)
-    return plainly_held(case.model, case, ranks_differ=False)
+    return on_ranks_of_torch(case.model, case, ranks_differ=False)
 
 
-WAYS: dict[str, Callable[[ModelOfEitherKind], Held]] = {
+WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
     "FSDP2": fully_sharded,
     "DDP": data_parallel,
     "tensor parallelism": tensor_parallel,
@@ -168,7 +170,7 @@ def counting_steps() -> Iterator[list[tuple[int, int]]]:
 
 def compare(
     name: str,
-    hold: Callable[[ModelOfEitherKind], Held],
+    hold: Callable[[ModelOfEitherKind], ModelOnRanks],
     method: Exact,
     seeds: list[int],
     inputs_of: Callable[[ModelOfEitherKind, int, int], dict[str, Tensor]],
@@ -185,27 +187,30 @@ def compare(
         adjoint.wrap(case.model, method)
     steps_by_seed = list[list[tuple[int, int]]]()
     with case.double(), counting_steps() as steps:
-        held = hold(case)
-        ranks = range(dist.get_world_size()) if held.ranks_differ else range(1)
-        rank = dist.get_rank() if held.ranks_differ else 0
+        distributed = hold(case)
+        ranks = range(dist.get_world_size()) if distributed.ranks_differ else range(1)
+        rank = dist.get_rank() if distributed.ranks_differ else 0
         first = inputs_of(case, rank, seeds[0])
-        held.backward(held.model(**first, **options).loss)  # with the trials of first use
-        held.gradients()
+        distributed.backward(distributed.model(**first, **options).loss)  # with the trials of first use
+        distributed.gradients()
         with torch.no_grad():
-            assert relative(held.model(**first, **options).loss, loss_of(reference, rank, seeds[0])) < 1e-10
+            assert (
+                relative(distributed.model(**first, **options).loss, loss_of(reference, rank, seeds[0]))
+                < 1e-10
+            )
         for seed in seeds:
             steps.clear()
-            held.backward(3 * held.model(**inputs_of(case, rank, seed), **options).loss)
+            distributed.backward(3 * distributed.model(**inputs_of(case, rank, seed), **options).loss)
             steps_by_seed.append([*steps])
             reference.model.zero_grad()
             for each in ranks:
                 (3 * loss_of(reference, each, seed) / len(ranks)).backward()
             grads = {n: p.grad for n, p in reference.model.named_parameters() if p.grad is not None}
-            assert_same(held.gradients(), grads, 1e-10)
+            assert_same(distributed.gradients(), grads, 1e-10)
     return steps_by_seed
 
 
-def compare_packed(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: list[int]) -> None:
+def compare_packed(name: str, hold: Callable[[ModelOfEitherKind], ModelOnRanks], seeds: list[int]) -> None:
     steps_by_seed = compare(
         name,
         hold,
@@ -218,7 +223,9 @@ def compare_packed(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: 
         assert 1 < sum(chunks for chunks, _ in steps) <= 9, steps
 
 
-def compare_beginnings(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: list[int]) -> None:
+def compare_beginnings(
+    name: str, hold: Callable[[ModelOfEitherKind], ModelOnRanks], seeds: list[int]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 3)
         steps_by_seed = compare(
@@ -242,13 +249,13 @@ def answers_to(prompt: int, rank: int) -> tuple[Tensor, Tensor]:
     return ids + 3, counted & (ids % 5 != 0)
 
 
-def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds: list[int]) -> None:
+def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], ModelOnRanks], seeds: list[int]) -> None:
     """Log-probabilities of answers, as GRPO has them: of each rank's own prompt."""
     case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
     adjoint.wrap(case.model, Exact(chunk_size=5))
     with pytest.MonkeyPatch.context() as patch, case.double(), counting_steps() as steps:
         patch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 3)
-        held = hold(case)
+        distributed = hold(case)
         for prompt in (6, *(12 + seed for seed in seeds)):
             steps.clear()
             reference.model.zero_grad()
@@ -257,13 +264,13 @@ def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], Held], seeds:
                 (expected.exp().sum() / dist.get_world_size()).backward()
                 if rank == dist.get_rank():
                     ids, counted = answers_to(prompt, rank)
-                    logprobs = adjoint.token_logprobs(held.model, ids, counted, temperature=0.7)
+                    logprobs = adjoint.token_logprobs(distributed.model, ids, counted, temperature=0.7)
                     torch.testing.assert_close(logprobs, expected)
-            held.backward(logprobs.exp().sum())
+            distributed.backward(logprobs.exp().sum())
             grads = {n: p.grad for n, p in reference.model.named_parameters() if p.grad is not None}
-            assert_same(held.gradients(), grads, 1e-10)
+            assert_same(distributed.gradients(), grads, 1e-10)
     tokens = sum(tokens for _, tokens in steps if tokens > 2)
-    assert 0 < tokens < held.passes * ids.numel(), (steps, ids.numel())
+    assert 0 < tokens < distributed.passes * ids.numel(), (steps, ids.numel())
 
 
 COMPARE = {"packed": compare_packed, "beginnings": compare_beginnings, "answers": compare_answers}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class RowsInChunks(Stage):
             starts_document=None,
         )
 
-    def _state(self, rows: Batch) -> tuple[Any, ...]:
+    def _state(self, rows: Batch) -> tuple:
         """Return the state before the rows: zeros, and a `Past` without tokens for each tensor that grows."""
         state = list[Tensor | Past]()
         for tensor, dim in zip(self.one_row, self.stage.grows, strict=True):

@@ -226,8 +226,10 @@ class Backbone(Stage):
         self.grows = tuple([slot.grows for slot in self.slots])
         self.stage_parts = context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
-        known = context.trained_parameters
-        self.trained_parameters = trained_parameters(current_weights(model)) if known is None else known
+        parameters = context.trained_parameters
+        if parameters is None:
+            parameters = trained_parameters(current_weights(model))
+        self.trained_parameters = parameters
         self.tensors = ModuleTensors(model)
         self.takes_positions = POSITIONS in forward_parameters(self.backbone)
         self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)

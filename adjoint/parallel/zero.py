@@ -14,7 +14,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,12 @@ FORWARD_HOOK = "_pre_forward_module_hook"  # DeepSpeed's, which gathers a module
 # Of a loss in float16 in evaluation mode, as in the trial on first use: the optimizer's first factors are so
 # large that gradients overflow, which it is there to notice.
 MAX_TRIAL_LOSS_SCALE = 2.0**10
+
+
+class ParameterStore(Protocol):
+    """The part of DeepSpeed's `ZeROOrderedDict` that is used here, in which a module has its parameters."""
+
+    _in_forward: bool
 
 
 class Coordinator(Protocol):
@@ -198,7 +204,7 @@ class ChunkRunner:
 
     def __init__(self, offload: Offload) -> None:
         self.offload, self.depth, self.is_running, self.external = offload, 0, False, 0
-        self.stores: list[Any] = []
+        self.stores: list[ParameterStore] = []
         self.step = _Step()
         self.coordinator = copy.copy(offload.param_coordinator)
         self._forget_trace()

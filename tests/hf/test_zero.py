@@ -27,7 +27,7 @@ from tests.both_kinds import ModelOfEitherKind
 from tests.hf.hf_models import VOCAB, current_gradients, float64_throughout, make, trained_like
 from tests.hf.test_fsdp import assert_same, unequal_batches, unsharded
 from tests.ranks import on_ranks
-from tests.test_rows_on_ranks import Held, compare_beginnings, compare_packed
+from tests.test_rows_on_ranks import ModelOnRanks, compare_beginnings, compare_packed
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed")
@@ -166,15 +166,15 @@ def segments() -> None:
     """Short documents side by side and common beginnings, in different numbers on the processes."""
     in_float64()
 
-    def hold(case: ModelOfEitherKind) -> Held:
+    def hold(case: ModelOfEitherKind) -> ModelOnRanks:
         engine = initialized(case.model)
 
         def gradients() -> dict[str, Tensor]:
-            whole = whole_gradients(engine)
+            by_name = whole_gradients(engine)
             engine.optimizer.zero_grad()
-            return whole
+            return by_name
 
-        return Held(engine, engine.backward, gradients)
+        return ModelOnRanks(engine, engine.backward, gradients)
 
     with float64_throughout():
         compare_packed(BAMBA, hold, [0, 1, 2])
