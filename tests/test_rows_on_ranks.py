@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
 import adjoint
@@ -75,16 +76,34 @@ def layers_of(case: ModelOfEitherKind) -> list[Any]:
     return list(case.model.layers if case.is_stack else case.model.model.layers)
 
 
-def fully_sharded(case: ModelOfEitherKind) -> ModelOnRanks:
+def fully_sharded(case: ModelOfEitherKind, **options: Any) -> ModelOnRanks:
     from torch.distributed.fsdp import fully_shard
 
     for layer in layers_of(case):
-        fully_shard(layer)
-    return on_ranks_of_torch(fully_shard(case.model), case, passes=2)
+        fully_shard(layer, **options)
+    return on_ranks_of_torch(fully_shard(case.model, **options), case, passes=2)
+
+
+def sharded_and_replicated(case: ModelOfEitherKind) -> ModelOnRanks:
+    """HSDP, which sums over replicas once, in the last chunk's backward."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    return fully_sharded(case, mesh=mesh)
 
 
 def data_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
-    return on_ranks_of_torch(torch.nn.parallel.DistributedDataParallel(case.model), case)
+    model, buckets = torch.nn.parallel.DistributedDataParallel(case.model), list[int]()
+
+    def reduce(bucket: dist.GradBucket) -> Any:
+        buckets.append(bucket.index())
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def backward(loss: Tensor) -> None:
+        buckets.clear()
+        loss.backward()
+        assert sorted(buckets) == list(range(max(buckets) + 1)), "each bucket is reduced once"
+
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # torch reads the annotations of a def
+    return on_ranks_of_torch(model, case)._replace(backward=backward)
 
 
 def tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
@@ -107,6 +126,7 @@ def shared_sequence(case: ModelOfEitherKind) -> ModelOnRanks:
 
 WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
     "FSDP2": fully_sharded,
+    "HSDP": sharded_and_replicated,
     "DDP": data_parallel,
     "tensor parallelism": tensor_parallel,
     "a shared sequence": shared_sequence,
