@@ -48,20 +48,21 @@ class ModelOnRanks(NamedTuple):
         model: to be called.
         backward: runs the backward of a loss.
         gradients: returns the whole gradients by the names of parameters, and forgets them.
-        ranks_differ: whether each rank has a batch of its own, whose losses are averaged.
+        batch, batches: number of this rank's batch, and how many there are; their losses are averaged.
         passes: forwards of `token_logprobs`: two where a chunk's backward cannot wait for the loss's.
     """
 
     model: Any
     backward: Callable[[Tensor], None]
     gradients: Callable[[], dict[str, Tensor]]
-    ranks_differ: bool = True
+    batch: int = 0
+    batches: int = 1
     passes: int = 1
 
 
-def on_ranks_of_torch(
-    model: Any, case: ModelOfEitherKind, ranks_differ: bool = True, passes: int = 1
-) -> ModelOnRanks:
+def on_ranks_of_torch(model: Any, case: ModelOfEitherKind, **options: Any) -> ModelOnRanks:
+    """Return a model whose gradients are in `.grad`; options: fields of the result."""
+
     def gradients() -> dict[str, Tensor]:
         grads = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
         case.model.zero_grad()
@@ -69,7 +70,15 @@ def on_ranks_of_torch(
             return {name: split.gather(name, gradient) for name, gradient in grads.items()}
         return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
 
-    return ModelOnRanks(model, Tensor.backward, gradients, ranks_differ, passes)
+    return ModelOnRanks(model, Tensor.backward, gradients, **options)
+
+
+def place_in(mesh: Any) -> tuple[int, int]:
+    """Return this rank's number among the ranks of a mesh, of all by default, and how many these are."""
+    if mesh is None:
+        return dist.get_rank(), dist.get_world_size()
+    ranks = mesh.mesh.flatten().tolist()
+    return ranks.index(dist.get_rank()), len(ranks)
 
 
 def layers_of(case: ModelOfEitherKind) -> list[Any]:
@@ -81,7 +90,9 @@ def fully_sharded(case: ModelOfEitherKind, **options: Any) -> ModelOnRanks:
 
     for layer in layers_of(case):
         fully_shard(layer, **options)
-    return on_ranks_of_torch(fully_shard(case.model, **options), case, passes=2)
+    batch, batches = place_in(options.get("mesh"))
+    model = fully_shard(case.model, **options)
+    return on_ranks_of_torch(model, case, batch=batch, batches=batches, passes=2)
 
 
 def sharded_and_replicated(case: ModelOfEitherKind) -> ModelOnRanks:
@@ -103,25 +114,31 @@ def data_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
         assert sorted(buckets) == list(range(max(buckets) + 1)), "each bucket is reduced once"
 
     model.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # torch reads the annotations of a def
-    return on_ranks_of_torch(model, case)._replace(backward=backward)
+    return on_ranks_of_torch(model, case, batch=dist.get_rank(), batches=2)._replace(backward=backward)
 
 
-def tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
+def tensor_parallel(case: ModelOfEitherKind, mesh: Any = None) -> ModelOnRanks:
     if case.is_stack:
         case.model.parallelize(dist.group.WORLD)
-        return on_ranks_of_torch(case.model, case, ranks_differ=False)
+        return on_ranks_of_torch(case.model, case)
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
     for layer in layers_of(case):
-        mlp = getattr(layer, "feed_forward", None) or layer.mlp
-        parallelize_module(mlp, dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-    return on_ranks_of_torch(case.model, case, ranks_differ=False)
+        parallelize_module(getattr(layer, "feed_forward", None) or layer.mlp, mesh, plan)
+    return on_ranks_of_torch(case.model, case)
+
+
+def sharded_and_tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    tensor_parallel(case, mesh["tensor"])
+    return fully_sharded(case, mesh=mesh["data"])
 
 
 def shared_sequence(case: ModelOfEitherKind) -> ModelOnRanks:
     adjoint.wrap(case.model, Exact(chunk_size=16), sequence_group=dist.group.WORLD)
-    return on_ranks_of_torch(case.model, case, ranks_differ=False)
+    return on_ranks_of_torch(case.model, case)
 
 
 WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
@@ -131,6 +148,7 @@ WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
     "tensor parallelism": tensor_parallel,
     "a shared sequence": shared_sequence,
 }
+ON_FOUR = {"FSDP2 and tensor parallelism": sharded_and_tensor_parallel}
 SHARES_BEGINNINGS = [way for way in WAYS if way != "a shared sequence"]
 
 
@@ -208,8 +226,7 @@ def compare(
     steps_by_seed = list[list[tuple[int, int]]]()
     with case.double(), counting_steps() as steps:
         distributed = hold(case)
-        ranks = range(dist.get_world_size()) if distributed.ranks_differ else range(1)
-        rank = dist.get_rank() if distributed.ranks_differ else 0
+        rank, ranks = distributed.batch, range(distributed.batches)
         first = inputs_of(case, rank, seeds[0])
         distributed.backward(distributed.model(**first, **options).loss)  # with the trials of first use
         distributed.gradients()
@@ -279,10 +296,10 @@ def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], ModelOnRanks]
         for prompt in (6, *(12 + seed for seed in seeds)):
             steps.clear()
             reference.model.zero_grad()
-            for rank in range(dist.get_world_size()):
+            for rank in range(distributed.batches):
                 expected = adjoint.token_logprobs(reference.model, *answers_to(prompt, rank), temperature=0.7)
-                (expected.exp().sum() / dist.get_world_size()).backward()
-                if rank == dist.get_rank():
+                (expected.exp().sum() / distributed.batches).backward()
+                if rank == distributed.batch:
                     ids, counted = answers_to(prompt, rank)
                     logprobs = adjoint.token_logprobs(distributed.model, ids, counted, temperature=0.7)
                     torch.testing.assert_close(logprobs, expected)
@@ -296,8 +313,8 @@ def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], ModelOnRanks]
 COMPARE = {"packed": compare_packed, "beginnings": compare_beginnings, "answers": compare_answers}
 
 
-def on_two_ranks(compare: str, name: str, way: str, seeds: list[int]) -> None:
-    COMPARE[compare](name, WAYS[way], seeds)
+def run(compare: str, name: str, way: str, seeds: list[int]) -> None:
+    COMPARE[compare](name, (WAYS | ON_FOUR)[way], seeds)
 
 
 @pytest.mark.sampled(4)
@@ -305,7 +322,7 @@ def on_two_ranks(compare: str, name: str, way: str, seeds: list[int]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """Ranks have different numbers of documents: none of them waits for another one."""
-    on_ranks(2, tmp_path, on_two_ranks, "packed", name, way, [0, 1, 2] if way in SHARES_BEGINNINGS else SHORT)
+    on_ranks(2, tmp_path, run, "packed", name, way, [0, 1, 2] if way in SHARES_BEGINNINGS else SHORT)
 
 
 @pytest.mark.sampled(6)
@@ -313,11 +330,17 @@ def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", SHARES_BEGINNINGS)
 def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """A tree of rows on one rank, a pair or none on another; GptOss has attention of its own."""
-    on_ranks(2, tmp_path, on_two_ranks, "beginnings", name, way, [0, 1, 2])
+    on_ranks(2, tmp_path, run, "beginnings", name, way, [0, 1, 2])
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["BambaForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("way", ["FSDP2", "DDP"])
 def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, on_two_ranks, "answers", name, way, [0, 1])
+    on_ranks(2, tmp_path, run, "answers", name, way, [0, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compare", COMPARE)
+def test_rows_on_four_ranks(compare: str, tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, run, compare, "LlamaForCausalLM", *ON_FOUR, [0, 1])

@@ -174,7 +174,7 @@ def segments() -> None:
             engine.optimizer.zero_grad()
             return by_name
 
-        return ModelOnRanks(engine, engine.backward, gradients)
+        return ModelOnRanks(engine, engine.backward, gradients, rank_of(), dist.get_world_size())
 
     with float64_throughout():
         compare_packed(BAMBA, hold, [0, 1, 2])
