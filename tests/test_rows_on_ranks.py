@@ -136,9 +136,15 @@ def sharded_and_tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
     return fully_sharded(case, mesh=mesh["data"])
 
 
-def shared_sequence(case: ModelOfEitherKind) -> ModelOnRanks:
-    adjoint.wrap(case.model, Exact(chunk_size=16), sequence_group=dist.group.WORLD)
+def shared_sequence(case: ModelOfEitherKind, group: Any = None) -> ModelOnRanks:
+    adjoint.wrap(case.model, Exact(chunk_size=16), sequence_group=group or dist.group.WORLD)
     return on_ranks_of_torch(case.model, case)
+
+
+def shared_and_tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "tensor"))
+    tensor_parallel(case, mesh["tensor"])
+    return shared_sequence(case, mesh["sequence"])
 
 
 WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
@@ -148,7 +154,10 @@ WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
     "tensor parallelism": tensor_parallel,
     "a shared sequence": shared_sequence,
 }
-ON_FOUR = {"FSDP2 and tensor parallelism": sharded_and_tensor_parallel}
+ON_FOUR = {
+    "FSDP2 and tensor parallelism": sharded_and_tensor_parallel,
+    "a shared sequence and tensor parallelism": shared_and_tensor_parallel,
+}
 SHARES_BEGINNINGS = [way for way in WAYS if way != "a shared sequence"]
 
 
@@ -341,6 +350,9 @@ def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compare", COMPARE)
-def test_rows_on_four_ranks(compare: str, tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, run, compare, "LlamaForCausalLM", *ON_FOUR, [0, 1])
+@pytest.mark.parametrize(
+    ("way", "compare"),
+    [*((way, "packed") for way in ON_FOUR), *((next(iter(ON_FOUR)), c) for c in ("beginnings", "answers"))],
+)
+def test_rows_on_four_ranks(way: str, compare: str, tmp_path: Path) -> None:
+    on_ranks(4, tmp_path, run, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1])

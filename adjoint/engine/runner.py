@@ -1,7 +1,8 @@
 """The one path of a model's call through the engine: its loss or its hidden states, by chunks.
 
     run_loss, run_hidden ─► segments ─► cut ─► step ─► forward, differentiable
-                            each computed once, from the states that its parent has left
+                            each computed once, from the states that its parent has left;
+                            in turns where processes gather weights together (`turns`)
 
 A model is a `ChunkedModel`. The routes of a call without gradients (`chunk_losses`, `last_hidden`) are here,
 too."""
