@@ -20,6 +20,7 @@ import adjoint
 from adjoint import Exact
 from adjoint.engine import shared_prefix
 from adjoint.engine.step import ChunkedStep
+from adjoint.parallel.fsdp import FSDPWeights
 from tests.both_kinds import ModelOfEitherKind
 from tests.model_helpers import assert_same, make_ids, relative
 from tests.ranks import on_ranks
@@ -356,3 +357,33 @@ def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> No
 )
 def test_rows_on_four_ranks(way: str, compare: str, tmp_path: Path) -> None:
     on_ranks(4, tmp_path, run, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1])
+
+
+def count_gathers(name: str) -> None:
+    """Compare how often a chunk's forward or backward gathers weights, for 40 documents of 10 tokens."""
+    counts, run, run_backward = list[int](), FSDPWeights.run, FSDPWeights.run_backward
+    case = ModelOfEitherKind(name)
+    inputs = case.inputs(*packed(list(make_ids(1, 400, seed=dist.get_rank())[0].split(10))))
+
+    def counting(method: Any) -> Any:
+        def run(*args: Any) -> Any:
+            counts[-1] += 1
+            return method(*args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, case.double():
+        model = fully_sharded(case).model
+        patch.setattr(FSDPWeights, "run", counting(run))
+        patch.setattr(FSDPWeights, "run_backward", counting(run_backward))
+        for chunk_size in (10, 100):  # a document each, or ten side by side
+            adjoint.wrap(model, Exact(chunk_size=chunk_size))
+            for _ in range(2):  # the first call has the trials of first use
+                counts.append(0)
+                model(**inputs).loss.backward()
+    assert counts[1::2] == [3 * 40 - 1, 2 * 4], counts
+
+
+def test_short_documents_gather_weights_for_each_chunk_alone(tmp_path: Path) -> None:
+    """One by one, each document gathers them forward, again for its tape, and backward."""
+    on_ranks(2, tmp_path, count_gathers, "LlamaForCausalLM")
