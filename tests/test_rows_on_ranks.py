@@ -102,6 +102,15 @@ def sharded_and_replicated(case: ModelOfEitherKind) -> ModelOnRanks:
     return fully_sharded(case, mesh=mesh)
 
 
+def sharded_above_frozen_layers(case: ModelOfEitherKind) -> ModelOnRanks:
+    """The last layer and the head are trained; below, hidden states depend on states alone."""
+    top = layers_of(case)[-1]
+    trained = {*top.parameters(), *case.model.lm_head.parameters()}
+    for parameter in case.model.parameters():
+        parameter.requires_grad_(parameter in trained)
+    return fully_sharded(case)
+
+
 def data_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
     model, buckets = torch.nn.parallel.DistributedDataParallel(case.model), list[int]()
 
@@ -151,6 +160,7 @@ def shared_and_tensor_parallel(case: ModelOfEitherKind) -> ModelOnRanks:
 WAYS: dict[str, Callable[[ModelOfEitherKind], ModelOnRanks]] = {
     "FSDP2": fully_sharded,
     "HSDP": sharded_and_replicated,
+    "FSDP2 above frozen layers": sharded_above_frozen_layers,
     "DDP": data_parallel,
     "tensor parallelism": tensor_parallel,
     "a shared sequence": shared_sequence,
@@ -252,7 +262,9 @@ def compare(
             reference.model.zero_grad()
             for each in ranks:
                 (3 * loss_of(reference, each, seed) / len(ranks)).backward()
-            grads = {n: p.grad for n, p in reference.model.named_parameters() if p.grad is not None}
+            trained = {name for name, p in case.model.named_parameters() if p.requires_grad}
+            grads = {n: p.grad for n, p in reference.model.named_parameters() if n in trained}
+            grads = {name: gradient for name, gradient in grads.items() if gradient is not None}
             assert_same(distributed.gradients(), grads, 1e-10)
     return steps_by_seed
 

@@ -288,15 +288,42 @@ class ShardedModelStage(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        y, after, pullback = tile.linearize(
-            lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients
-        )
+        def call(_: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            with _gradients_from(self.weights.model, state):
+                return self.forward(x, state, chunk)
+
+        y, after, pullback = tile.linearize(call, (), x, state, gradients)
 
         def pull_back(dy: Tensor | None, d_state: Cotangents) -> tuple[Tensor | None, Cotangents]:
             is_last = chunk.start == self.start_of_last
             return self.weights.run_backward(lambda: pullback(dy, d_state), is_last)
 
         return y, after, pull_back
+
+
+@contextlib.contextmanager
+def _gradients_from(model: nn.Module, state: State) -> Iterator[None]:
+    """Let hidden states depend on the state before the chunk, from a frozen embedding on, by adding zero.
+
+    Gathering and reducing begin in hooks of modules whose outputs get a gradient. Above frozen weights, these
+    would be those of chunks that read a state, and not of a document's first: processes that are at different
+    places of their documents would not meet."""
+    leaf = next((s for s in state if isinstance(s, Tensor) and s.requires_grad and s.numel()), None)
+    get_embedding = getattr(model, "get_input_embeddings", lambda: getattr(model, "embedding", None))
+    embedding = get_embedding()
+    if leaf is None or not isinstance(embedding, nn.Module):
+        yield
+        return
+    zero = 0 * leaf.flatten()[0]
+
+    def depend(_: nn.Module, __: object, y: object) -> object:
+        return y if not isinstance(y, Tensor) or y.requires_grad else y + zero.to(y)
+
+    handle = embedding.register_forward_hook(depend)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _AutogradGradients(Gradients):
