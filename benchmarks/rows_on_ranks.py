@@ -175,7 +175,8 @@ class RowsOnRanks(Benchmark):
             numbers = [f"{separate:.2f}", f"{together:.2f}", f"{separate / together:.1f}"]
             lines.append([row["batch"], row["model"], row["weights"], *numbers])
         table = report.markdown_table(heads, lines, (0, 1, 2))
-        worst = max((row["gradient_difference"] for row in result["rows"]), default=0)
+        differences = [row["gradient_difference"] for row in result["rows"]]
+        worst = max(1e-7, *differences)  # norms are of float32
         return f"{table}\nNorms of the gradient differ by at most {worst:.0e}.\n"
 
 
