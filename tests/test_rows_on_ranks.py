@@ -339,7 +339,7 @@ def run(compare: str, name: str, way: str, seeds: list[int]) -> None:
     COMPARE[compare](name, (WAYS | ON_FOUR)[way], seeds)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, run, "packed", name, way, [0, 1, 2] if way in SHARES_BEGINNINGS else SHORT)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["hybrid", *NAMES, "GptOssForCausalLM"])
 @pytest.mark.parametrize("way", SHARES_BEGINNINGS)
 def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None
     on_ranks(2, tmp_path, run, "beginnings", name, way, [0, 1, 2])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["BambaForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("way", ["FSDP2", "DDP"])
 def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> None:
@@ -397,5 +397,5 @@ def count_gathers(name: str) -> None:
 
 
 def test_short_documents_gather_weights_for_each_chunk_alone(tmp_path: Path) -> None:
-    """One by one, each document gathers them forward, again for its tape, and backward."""
+    """A document by itself gathers them forward, again for its tape, and backward."""
     on_ranks(2, tmp_path, count_gathers, "LlamaForCausalLM")
