@@ -28,6 +28,7 @@ from benchmarks.mixers import Mixers
 from benchmarks.quantized import Quantized
 from benchmarks.recall import Recall
 from benchmarks.report import Row
+from benchmarks.rows_on_ranks import RowsOnRanks
 from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.sequence import Sequence
 from benchmarks.sequence_memory import SequenceMemory
@@ -158,6 +159,9 @@ FIGURES = [
     Figure("README.md, docs/results.md", WrappedLength(), "", "--lengths 1K 2K --repeat-s 0", WRAPPED),
     Figure("docs/which_layout.md", Fsdp(), "", "--lengths 256 --models Mamba-2",
            (*WRAPPED, "parallel/fsdp.py")),
+    Figure("docs/which_layout.md", RowsOnRanks(), "",
+           "--models Llama --documents 4 --answers 2 --prompt 512 --passes 1",
+           (*WRAPPED, "engine/turns.py", "engine/shared_prefix.py", "parallel/fsdp.py")),
     Figure("docs/which_layout.md", Zero(), "", None, (*WRAPPED, "parallel/fsdp.py", "parallel/zero.py")),
     Figure("docs/results.md", Memory(), "",
            "--lengths 512 1K --methods exact backprop --repeats 1 --repeat-s 0 --allocators default", STACK),

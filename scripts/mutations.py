@@ -214,6 +214,13 @@ MUTATIONS: dict[str, Mutation] = {
         "        pass",
         "tests/hf/test_tensor_parallel.py",
     ),
+    "branches-of-ranks": Mutation(
+        "where ranks gather weights, gradients of branches reach their common beginning",
+        "engine/turns.py",
+        "                node.parent.add_cotangents(d_initial, node.parent_rows)",
+        "                pass",
+        "tests/test_rows_on_ranks.py -k beginnings",
+    ),
     "loss-factor": Mutation(
         "under FSDP2 the loss may be scaled after the forward",
         "parallel/fsdp.py",

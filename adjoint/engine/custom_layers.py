@@ -29,7 +29,7 @@ from adjoint.engine.verification import (
     verify,
 )
 from adjoint.errors import UserError
-from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.checks import computes_as, ungathered_class
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 
@@ -46,9 +46,10 @@ PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # PyT
 def custom_class(stage: Stage | None) -> type | None:
     """Return the class of a layer's first module that is not ours, or is changed; None if there is none."""
     for module in stage.block.modules() if isinstance(stage, Layer) else ():
-        ours = type(module).__module__.partition(".")[0] == "adjoint"
-        if not is_untouched(module, *PARTS, *([type(module)] if ours else ())):
-            return type(module)
+        cls = ungathered_class(module)
+        ours = cls.__module__.partition(".")[0] == "adjoint"
+        if not computes_as(module, *PARTS, *([cls] if ours else ())):
+            return cls
     return None
 
 

@@ -158,6 +158,7 @@ class Executor(TileValues):
         grid: Grid | None = None,
         is_last: bool = False,
         rounds_sums: bool = False,
+        graph_task: int | None = None,
     ) -> None:
         """Set the cotangents and the grid with which the backward begins.
 
@@ -171,9 +172,12 @@ class Executor(TileValues):
             is_last: whether no other backward will follow.
             rounds_sums: whether a parameter's sum may get the parameter's dtype as soon as it is complete:
                 nobody else adds to it.
+            graph_task: number of the backward of autograd that this one is a part of; by default of the one
+                that is running.
         """
+        task = torch._C._current_graph_task_id() if graph_task is None else graph_task
         for slab in itertools.chain.from_iterable(self.slabs.values()):
-            slab.begin_graph_task(torch._C._current_graph_task_id())
+            slab.begin_graph_task(task)
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
         self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted

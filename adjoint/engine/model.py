@@ -14,6 +14,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.shared_prefix import Beginning, Segment
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.weights import Weights
 
 CallT = TypeVar("CallT")
 
@@ -22,7 +23,8 @@ class SharedRows(NamedTuple):
     """The segments of a call with several rows or documents, each of which is computed once.
 
     Attributes:
-        segments: parents before their branches.
+        segments: parents before their branches. None at all if other processes' calls have segments and this
+            one runs as it is, beside them.
         lengths: number of tokens of each row, or of each packed document.
         shape: (batch, seqlen) of the call.
     """
@@ -70,7 +72,8 @@ class ChunkedModel(Protocol[CallT]):
     def segments(self, call: CallT, has_loss: bool, returns_states: bool) -> SharedRows | None:
         """Return the segments of a call whose rows begin alike, or whose documents are short.
 
-        None if it is computed as it is: nothing is shared, or results would be others."""
+        None if it is computed as it is: nothing is shared, or results would be others. Where processes gather
+        weights together, None on one of them is None on all."""
 
     def segment_call(self, call: CallT, segment: Segment, beginning: Beginning | None) -> CallT:
         """Return the call of a segment.
@@ -78,6 +81,15 @@ class ChunkedModel(Protocol[CallT]):
         Args:
             beginning: what it begins with; None at the beginning of its rows.
         """
+
+    def weights(self) -> Weights:
+        """Return how the model's weights are held, for one call."""
+
+    def chunks_of(self, call: CallT, segment: Segment) -> int:
+        """Return the number of chunks of a segment's call."""
+
+    def idle_call(self, call: CallT) -> CallT:
+        """Return a call of a few tokens of which none counts, to run beside segments of other processes."""
 
     def join_prefixes(self) -> None:
         """Let segments copy the keys and values that rows share: the model's attention has not read them

@@ -1,7 +1,8 @@
 """The one path of a model's call through the engine: its loss or its hidden states, by chunks.
 
     run_loss, run_hidden ─► segments ─► cut ─► step ─► forward, differentiable
-                            each computed once, from the states that its parent has left
+                            each computed once, from the states that its parent has left;
+                            in turns where processes gather weights together (`turns`)
 
 A model is a `ChunkedModel`. The routes of a call without gradients (`chunk_losses`, `last_hidden`) are here,
 too."""
@@ -27,6 +28,7 @@ from adjoint.engine.shared_prefix import (
     tokens_in_batch_order,
 )
 from adjoint.engine.step import Result
+from adjoint.engine.turns import Turns
 from adjoint.engine.verification import NotAttended
 from adjoint.layers import State
 
@@ -50,6 +52,9 @@ def run_loss(
         keeps_tapes: false if the backwards of other steps come first.
     """
     if not is_segment and group is None and (shared := model.segments(call, True, returns_states)):
+        if model.weights().is_gathered:
+            turns = Turns(model, call, shared, returns_states)
+            return Result(*turns.loss())
         losses, states = _by_segments(model, call, shared, run_loss, returns_states)
         return Result(torch.stack(losses).sum(), states)
     batch, spec = model.cut(call, group)
@@ -69,7 +74,14 @@ def run_hidden(
         returns_states, is_segment, keeps_tapes: as in `run_loss`.
     """
     if not is_segment and (shared := model.segments(call, False, returns_states)):
-        pieces, states = _by_segments(model, call, shared, run_hidden, returns_states)
+        if model.weights().is_gathered:
+            assert not torch.is_grad_enabled(), "a backward inside the forward has no cotangents yet"
+            turns = Turns(model, call, shared, returns_states)
+            pieces, states = turns.hidden_states(), turns.states
+            if not shared.segments:
+                return HiddenResult(pieces[0], states)
+        else:
+            pieces, states = _by_segments(model, call, shared, run_hidden, returns_states)
         hidden = tokens_in_batch_order(shared.segments, pieces, shared.lengths)
         return HiddenResult(hidden.unflatten(0, shared.shape), states)
     batch, spec = model.cut(call)

@@ -206,9 +206,8 @@ def take_from(tensor: Tensor, spans: Sequence[range], filler: int = 0) -> Take:
         pieces = [
             flat[spans[row].start + start : min(spans[row].start + stop, spans[row].stop)] for row in rows
         ]
-        if all(len(tokens) == stop - start for tokens in pieces):
-            return torch.stack(pieces)
-        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=filler)
+        length = stop - start
+        return torch.stack([nn.functional.pad(t, (0, length - len(t)), value=filler) for t in pieces])
 
     return take
 

@@ -22,7 +22,7 @@ from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.schedule import Action, Run, Schedule, forward_and_backward, keep_for
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import Slab
+from adjoint.engine.storage import IN_FORWARD, Slab
 from adjoint.engine.sweep import Sweep
 from adjoint.engine.tile import Gradients, Tape
 from adjoint.errors import UserError
@@ -209,9 +209,14 @@ class ChunkedStep:
 
     # --------------------------------------------------------------------------------------------- executor
 
-    def _begin(self) -> None:
-        """Make the executor, and count the tapes and the states that fit in memory."""
-        self.spec = spec = self.sweep.begin(self.batch, self.spec, self.distribution)
+    def _begin(self, in_turn: bool = False) -> None:
+        """Make the executor, and count the tapes and the states that fit in memory.
+
+        Args:
+            in_turn: whether the processes have agreed on the chunks of all steps of the call.
+        """
+        begin = self.sweep.begin_in_turn if in_turn else self.sweep.begin
+        self.spec = spec = begin(self.batch, self.spec, self.distribution)
         self.distribution.begin(self.stages, spec, self.batch.ids.device)
         self._make_executor()
         self.tapes = 0 if spec.backward.window == "auto" else spec.storage.tapes
@@ -360,15 +365,47 @@ class ChunkedStep:
         trained = [p for p in self.parameters if p.requires_grad]
         with self.sweep.collected(trained, self.distribution.has_chunk(self.grid)) as gradients:
             loss, final = self._run_forward()
-            actions = [action for action in self.backward_actions if isinstance(action, Run)]
-            chunks = [action.tile.chunk for action in actions if not action.tile.is_forward]
-            start_of_last = self.grid.cuts[chunks[-1]] if chunks else 0
-            d_loss, d_final = self.sweep.cotangents(loss, final, self.sums, start_of_last)
-            others, d_initial = self._run_backward(d_loss, d_final)
-        by_input = {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}
-        self.sweep.keep(gradients, by_input, d_initial, trained, self.distribution)
-        del self.executor  # its stored states grow with the sequence
+            others, d_initial = self.run_back(loss, final)
+        self.sweep.keep(gradients, others, d_initial, trained, self.distribution)
         return loss, final
+
+    @torch.no_grad()
+    def forward_in_turn(self, return_final_kv: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Return what `forward` does, of one of several steps whose backwards the caller runs (`run_back`).
+
+        Args:
+            return_final_kv: as `states` of `loss`.
+        """
+        self._begin(in_turn=True)
+        self.executor.begin_forward(return_final_kv)
+        return self._run_forward()
+
+    @torch.no_grad()
+    def run_back(
+        self,
+        loss: Tensor,
+        final: Sequence[Tensor],
+        d_states: Sequence[Tensor | None] = (),
+        is_last: bool = True,
+    ) -> tuple[dict[Tensor, Tensor], list[Tensor | None]]:
+        """Run the chunks back inside the forward, where the sweep does so, and free what they needed.
+
+        Args:
+            loss, final: results of the forward.
+            d_states: cotangents of the final states, if steps have gone on from them.
+            is_last: whether no other step of the call runs back after this one.
+
+        Returns:
+            The gradients of tensors that nobody gathers, and the cotangents of `initial`.
+        """
+        actions = [action for action in self.backward_actions if isinstance(action, Run)]
+        chunks = [action.tile.chunk for action in actions if not action.tile.is_forward]
+        start_of_last = self.grid.cuts[chunks[-1]] if chunks else 0
+        d_loss, d_final = self.sweep.cotangents(loss, final, self.sums, start_of_last if is_last else None)
+        d_final = [*d_states, *d_final[len(d_states) :]]
+        others, d_initial = self._run_backward(d_loss, d_final, graph_task=IN_FORWARD)
+        del self.executor  # its stored states grow with the sequence
+        return {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}, d_initial
 
     def backward(
         self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
@@ -405,9 +442,13 @@ class ChunkedStep:
         return total / self.batch.divisor, final + [s.total for s in self.sums]
 
     def _run_backward(
-        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None]
+        self, d_loss: Tensor | None, d_final: Sequence[Tensor | None], graph_task: int | None = None
     ) -> tuple[Gradients, list[Tensor | None]]:
-        """Run the backward's part of the program; return what `backward` returns."""
+        """Run the backward's part of the program; return what `backward` returns.
+
+        Args:
+            graph_task: as in `Executor.begin_backward`.
+        """
         executor = self.executor
         for sequence_sum, d in zip(reversed(self.sums), reversed(d_final), strict=False):
             sequence_sum.cotangent = d
@@ -424,7 +465,7 @@ class ChunkedStep:
         freed = {"tape", "y", "dy"} if self.inputs_are_freed else {"tape"}
         stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
         d_states, rounds_sums = grouped(self.batch.states, d_final), self.distribution.is_alone
-        executor.begin_backward(scale, d_states, self.grid, self.inputs_are_freed, rounds_sums)
+        executor.begin_backward(scale, d_states, self.grid, self.inputs_are_freed, rounds_sums, graph_task)
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)

@@ -22,6 +22,7 @@ from adjoint.layers import State
 # Elements. Each tensor of a packed state begins at a multiple of this, so that in float32 it is aligned to 64
 # bytes like a tensor that torch allocates on a CPU.
 PACKING_ALIGNMENT = 16
+IN_FORWARD = -2  # in place of autograd's number, for a backward that runs inside a forward
 
 
 class Packing:

@@ -82,6 +82,12 @@ class Sweep:
         """
         return spec
 
+    def begin_in_turn(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        """Do what `begin` does, for one of the steps of a call on whose chunks processes have agreed.
+
+        Each process has its own number of steps, so nothing here may wait for another one."""
+        return self.begin(batch, spec, distribution)
+
     def check(self, executor: Executor, has_backward: bool) -> None:
         """Raise a UserError if an executor's precision does not go with these weights."""
 
@@ -132,13 +138,14 @@ class Sweep:
         raise NotImplementedError
 
     def cotangents(
-        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int
+        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int | None
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return the cotangents with which chunks run back: of the loss, of the final states and sums.
 
         Args:
             loss, final: results of the forward.
-            start_of_last: first token of the chunk whose backward is this process's last.
+            start_of_last: first token of the chunk whose backward is this process's last of the call; None if
+                another step has it.
         """
         raise NotImplementedError
 

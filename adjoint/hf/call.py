@@ -58,6 +58,8 @@ SUPPORTED_INPUTS = {
     *DOCUMENT_INPUTS,
 }
 LABEL_INPUTS = ("labels", "shift_labels")
+# Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
+WEIGHTS = f"{PREFIX}weights"
 # Inputs with a value per token, beside ids or embeddings; some models make masks of the first two.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 TOKEN_INPUTS = (*TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
@@ -144,6 +146,8 @@ class Call:
         for_chunks: names of arguments that the model's own forward does not get: those that the causal LM
             around a backbone has not passed on.
         weights: (batch, seqlen), how often each target counts (`Batch.weights`), or None.
+        logprob_weights: (batch, seqlen), factors of the targets' log-probabilities, whose sum is asked for in
+            place of a loss; None for a loss.
     """
 
     model: PreTrainedModel
@@ -152,6 +156,7 @@ class Call:
     carried: CarriedState | None = None
     for_chunks: frozenset[str] = frozenset()
     weights: Tensor | None = None
+    logprob_weights: Tensor | None = None
 
     @property
     def past_tokens(self) -> int:
@@ -611,6 +616,8 @@ class Call:
             tensors[POSITIONS] = positions.expand(-1, *self.ids.shape).movedim(0, -1)
         if self.mask is not None and self.kind.routed:
             tensors[TOKEN_MASK] = self.mask
+        if self.logprob_weights is not None:
+            tensors[WEIGHTS] = self.logprob_weights
         divisor = self.divisor if self.has_labels else 1
         tensors, starts = self.joined(tensors)
         ids, targets = tensors.pop("ids"), tensors.pop("targets")

@@ -466,7 +466,8 @@ def _loss_by_chunks(
     Args:
         returns_cache: whether the output has the cache after the last token.
     """
-    model, group, hf_model = call.model, verification.wrap_state.group, HFModel(verification)
+    model, group = call.model, verification.wrap_state.group
+    hf_model = HFModel(verification, packs_rows=not returns_cache)
     if group is not None and call.logits_index is not None:
         reason = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
         check.refuse(model, f"sequence_group: {reason}")

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.batch import Batch
+from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine.chunk_size import segments_on, with_attention_bytes
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.model import SharedRows
 from adjoint.engine.runner import chunk_losses as losses_of_chunks
-from adjoint.engine.runner import last_hidden, run_hidden
+from adjoint.engine.runner import last_hidden, run_hidden, run_loss
 from adjoint.engine.shared_prefix import Beginning, Segment
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.verification import TOKENS
+from adjoint.engine.weights import Weights
 from adjoint.errors import LOGGER, is_heard
 from adjoint.hf import check, layer_segments
 from adjoint.hf.call import Call
@@ -30,11 +30,11 @@ from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.head import logits_by_slices
 from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
 from adjoint.hf.language_inputs import language_model_of
-from adjoint.hf.model_parts import backbone_of, layers_of, original_class
+from adjoint.hf.model_parts import backbone_of, current_weights, layers_of, original_class
 from adjoint.hf.router_loss import RouterLogits
-from adjoint.hf.shared_rows import segment_call, segments_of
+from adjoint.hf.shared_rows import idle_call, pack_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
-from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
+from adjoint.hf.stage import Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step
 from adjoint.hf.verify.first_use import Verification, verify
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.dispatch import implementation
@@ -48,6 +48,7 @@ class HFModel:
         temperature: divides the logits where the sum of weighted log-probabilities is asked for
             (`weighted_logprobs`); else None.
         with_router_logits: whether those that a call asks for follow its hidden states.
+        packs_rows: whether ranks that share a call's sequences may run its short documents side by side.
 
     Attributes:
         stage: the model as the stage of the step that was made last.
@@ -60,10 +61,13 @@ class HFModel:
         verification: Verification,
         temperature: float | None = None,
         with_router_logits: bool = False,
+        packs_rows: bool = False,
     ) -> None:
         self.verification, self.temperature = verification, temperature
-        self.with_router_logits = with_router_logits
+        self.with_router_logits, self.packs_rows = with_router_logits, packs_rows
         self.shares_rows = False
+        self._rows_at: Mapping[int, int] | None = None  # of the chunks, if they have rows of their own
+        self._trained_parameters: list[Tensor] | None = None  # of the first step
 
     def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
         verification = self.verification
@@ -77,6 +81,8 @@ class HFModel:
                 "token_type_ids moves chunks' edges to the ends of blocks, which works only with Exact in "
                 "one process",
             )
+        if group is not None and self.packs_rows and (packed := pack_rows(call, verification)) is not None:
+            batch, spec, self._rows_at = packed
         is_open = spec.storage.segment_layers is None and not batch.inputs
         if is_open and batch.ids.is_cuda and group is None:
             spec = self._in_segments(call, batch, spec)
@@ -100,6 +106,7 @@ class HFModel:
     ) -> ChunkedStep:
         verification = self.verification
         context = CallContext.from_call(call, verification.padding_of(call), verification.parts)
+        context = context._replace(trained_parameters=self._trained_parameters)
         if spec.storage.keep != "edges" and group is None:
             context = context._replace(divide=self._divide(call))
         if collect is None and self.temperature is None:
@@ -121,8 +128,9 @@ class HFModel:
             if isinstance(self.stage, WeightedLogProbs):
                 assert self.temperature is not None
                 self.stage.temperature = self.temperature
+        self._trained_parameters = self.stage.trained_parameters
         stages = [self.stage] if collect is None else [self.stage, collect]
-        return make_step(stages, batch, spec, backward_context(verification), group)
+        return make_step(stages, batch, spec, backward_context(verification), group, self._rows_at)
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""
@@ -145,14 +153,26 @@ class HFModel:
         return None if segments is None else segments.divide
 
     def segments(self, call: Call, has_loss: bool, returns_states: bool) -> SharedRows | None:
-        if call.num_documents == 1 or returns_states:
+        is_alone = not self.verification.holding.kind.is_gathered
+        if is_alone and (call.num_documents == 1 or returns_states):
             return None
-        shared = segments_of(call, self.verification)
+        shared = segments_of(call, self.verification, returns_states)
         self.shares_rows = shared is not None
         return shared
 
     def segment_call(self, call: Call, segment: Segment, beginning: Beginning | None) -> Call:
         return segment_call(call, segment, beginning)
+
+    def weights(self) -> Weights:
+        return current_weights(self.verification.model)
+
+    def chunks_of(self, call: Call, segment: Segment) -> int:
+        tokens = segment.stop - segment.start
+        ids = call.ids[:1, :1].expand(len(segment.members), tokens)
+        return len(self.verification.chunk_spec(ids, (0,)).cuts(tokens)) - 1
+
+    def idle_call(self, call: Call) -> Call:
+        return idle_call(call)
 
     def join_prefixes(self) -> None:
         self.verification.fetches = True
@@ -228,13 +248,12 @@ def weighted_logprobs(
         weights: (batch, seqlen), 0 at position 0.
         temperature: divides the logits.
     """
-    ids, call = arguments["input_ids"], Call(model, arguments)
+    ids, weights = arguments["input_ids"], weights.roll(-1, 1)
+    assert isinstance(ids, Tensor)
     hf_model = HFModel(verify(Call(model, {"input_ids": ids, "labels": ids})), temperature)
-    batch, spec = hf_model.cut(call)
-    tensors, _ = call.joined({"ids": call.ids.roll(-1, 1), "weights": weights.roll(-1, 1)})
-    inputs = {**batch.inputs, WEIGHTS: tensors["weights"]}
-    batch = dataclasses.replace(batch, labels=tensors["ids"], inputs=inputs)
-    return hf_model.step(call, batch, spec).loss().loss
+    targets = ids.roll(-1, 1).masked_fill(weights == 0, IGNORE_INDEX)
+    summed = {"shift_labels": targets, "num_items_in_batch": 1}
+    return run_loss(hf_model, Call(model, {**arguments, **summed}, logprob_weights=weights)).loss
 
 
 # ----------------------------------------------------------------------------------------- the line on stderr

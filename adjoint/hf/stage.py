@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import HiddenStates
 from adjoint.engine.host_weights import fetched, recompute_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
+from adjoint.engine.rows_in_chunks import RowsInChunks
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory
@@ -38,7 +39,7 @@ from adjoint.hf.cache import (
     make_chunk_cache,
     zeros,
 )
-from adjoint.hf.call import Call, Padding
+from adjoint.hf.call import WEIGHTS, Call, Padding
 from adjoint.hf.chunk_context import ChunkContext, ChunkRandomness, EmbeddingNoise
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import (
@@ -80,8 +81,6 @@ from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 
 Divide = Callable[["Backbone", int], Sequence[Stage]]
-# Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
-WEIGHTS = f"{PREFIX}weights"
 
 
 class StageParts:
@@ -158,6 +157,7 @@ class CallContext(NamedTuple):
         seqlen: tokens of a row, padding included; None if there is no call.
         parts: of the model as it is now; None to make them.
         divide: divides the model's only stage into stages of so many layers each; None if it stays one.
+        trained_parameters: of the model; None to look for them, for which gathered weights are put to rest.
     """
 
     padding: Padding | None = None
@@ -169,6 +169,7 @@ class CallContext(NamedTuple):
     seqlen: int | None = None
     parts: StageParts | None = None
     divide: Divide | None = None
+    trained_parameters: list[Tensor] | None = None
 
     @staticmethod
     def from_call(call: Call, padding: Padding | None = None, parts: StageParts | None = None) -> CallContext:
@@ -225,7 +226,10 @@ class Backbone(Stage):
         self.grows = tuple([slot.grows for slot in self.slots])
         self.stage_parts = context.parts or StageParts(model)
         self.chunk_context: ContextFactory = ChunkContext(model, self.stage_parts.plan)
-        self.trained_parameters = trained_parameters(current_weights(model))
+        parameters = context.trained_parameters
+        if parameters is None:
+            parameters = trained_parameters(current_weights(model))
+        self.trained_parameters = parameters
         self.tensors = ModuleTensors(model)
         self.takes_positions = POSITIONS in forward_parameters(self.backbone)
         self.randomness, self.recompute = ChunkRandomness(model), recompute_of(model, recompute)
@@ -556,7 +560,8 @@ class WeightedLogProbs(Backbone):
         weights = chunk.inputs[WEIGHTS]
         is_counted = weights != 0
         is_counted[0, 0] = True  # the head runs in every chunk, as under FSDP it must
-        values = logprobs(self.model, output[0][is_counted], chunk.targets[is_counted], self.temperature)
+        targets = chunk.targets[is_counted].clamp(min=0)  # that of an idle chunk is none
+        values = logprobs(self.model, output[0][is_counted], targets, self.temperature)
         return (values * weights[is_counted]).sum(), state
 
 
@@ -566,6 +571,7 @@ def make_step(
     spec: EngineSpec,
     backward_context: ContextFactory = contextlib.nullcontext,
     group: dist.ProcessGroup | SingleRank | None = None,
+    rows_at: Mapping[int, int] | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
@@ -573,6 +579,7 @@ def make_step(
         stages: the model's stage, and perhaps `CollectHiddenStates` or `WeightedSum`.
         backward_context: around the backward.
         group: the process group whose ranks share the batch, or `context.SINGLE_RANK`.
+        rows_at: as in `RowsInChunks`, if chunks have rows of their own.
 
     Raises:
         Refused: the ranks of a group cannot share the model's sequences.
@@ -590,6 +597,9 @@ def make_step(
     prefix = None if stages[0].carried is None else stages[0].carried.prefix
     is_alone = group is None and prefix is None
     distribution = None if is_alone else distribution_of(group, prefix)
+    if rows_at is not None:
+        stages = [RowsInChunks(stages[0], states[0], rows_at), *stages[1:]]
+        batch = dataclasses.replace(batch, states=[() for _ in stages])
     return ChunkedStep(stages, batch, spec, width, sums, distribution, weights.sweep(backward_context))
 
 

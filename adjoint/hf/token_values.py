@@ -20,12 +20,12 @@ from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
 from adjoint.engine.host_weights import fetched
 from adjoint.engine.step import ChunkedStep
 from adjoint.hf import check
-from adjoint.hf.call import Call
+from adjoint.hf.call import WEIGHTS, Call
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import head_logits, logprobs, run_checkpointed, vocab_size_of
 from adjoint.hf.hf_model import HFModel, backward_context
 from adjoint.hf.model_parts import current_weights_type
-from adjoint.hf.stage import WEIGHTS, Backbone, CallContext, make_step
+from adjoint.hf.stage import Backbone, CallContext, make_step
 from adjoint.hf.two_passes import refuse_other_values, two_passes
 from adjoint.hf.verify.first_use import Verification, verify
 from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest

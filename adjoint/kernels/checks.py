@@ -24,6 +24,22 @@ def is_untouched(module: nn.Module, *kinds: type) -> bool:
     return type(module) in kinds and not hooks and "forward" not in vars(module)
 
 
+GATHERING = ("torch.distributed.fsdp", "deepspeed")  # of their classes and hooks, which gather weights
+
+
+def computes_as(module: nn.Module, *kinds: type) -> bool:
+    """Whether a module computes what one of these classes does; what gathers its weights changes nothing."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    names = [getattr(hook, "__module__", "") for by_key in hooks for hook in by_key.values()]
+    is_hooked = module._backward_pre_hooks or not all(name.startswith(GATHERING) for name in names)
+    return ungathered_class(module) in kinds and not is_hooked and "forward" not in vars(module)
+
+
+def ungathered_class(module: nn.Module) -> type:
+    """Return a module's class, before `fully_shard` replaced it by one that gathers weights."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith(GATHERING))
+
+
 def has_hooks_on_result(module: nn.Module) -> bool:
     """Whether hooks read or replace a module's result, apart from those of torch that distribute weights."""
     hooks = module._forward_hooks.values()

@@ -245,7 +245,8 @@ class ShardedModelStage(Stage):
         weights: run chunks, and their backwards.
 
     Attributes:
-        start_of_last: the first token of the chunk whose backward is this process's last.
+        start_of_last: the first token of the chunk whose backward is this process's last; None if another
+            step has it.
     """
 
     stateful: ClassVar[bool] = True
@@ -254,7 +255,7 @@ class ShardedModelStage(Stage):
 
     def __init__(self, stage: Stage, weights: GatheredWeights) -> None:
         self.stage, self.weights = stage, weights
-        self.start_of_last = 0
+        self.start_of_last: int | None = 0
 
     @property
     def grows(self) -> tuple[int | None, ...]:
@@ -287,15 +288,42 @@ class ShardedModelStage(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        y, after, pullback = tile.linearize(
-            lambda _, x, state: self.forward(x, state, chunk), (), x, state, gradients
-        )
+        def call(_: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
+            with _gradients_from(self.weights.model, state):
+                return self.forward(x, state, chunk)
+
+        y, after, pullback = tile.linearize(call, (), x, state, gradients)
 
         def pull_back(dy: Tensor | None, d_state: Cotangents) -> tuple[Tensor | None, Cotangents]:
             is_last = chunk.start == self.start_of_last
             return self.weights.run_backward(lambda: pullback(dy, d_state), is_last)
 
         return y, after, pull_back
+
+
+@contextlib.contextmanager
+def _gradients_from(model: nn.Module, state: State) -> Iterator[None]:
+    """Let hidden states depend on the state before the chunk, from a frozen embedding on, by adding zero.
+
+    Gathering and reducing begin in hooks of modules whose outputs get a gradient. Above frozen weights, these
+    would be those of chunks that read a state, and not of a document's first: processes that are at different
+    places of their documents would not meet."""
+    leaf = next((s for s in state if isinstance(s, Tensor) and s.requires_grad and s.numel()), None)
+    get_embedding = getattr(model, "get_input_embeddings", lambda: getattr(model, "embedding", None))
+    embedding = get_embedding()
+    if leaf is None or not isinstance(embedding, nn.Module):
+        yield
+        return
+    zero = 0 * leaf.flatten()[0]
+
+    def depend(_: nn.Module, __: object, y: object) -> object:
+        return y if not isinstance(y, Tensor) or y.requires_grad else y + zero.to(y)
+
+    handle = embedding.register_forward_hook(depend)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _AutogradGradients(Gradients):
@@ -442,12 +470,7 @@ class GatheredSweep(Sweep):
                     "rank in their groups, and the groups one size: make both from one mesh, "
                     '("data", "sequence")'
                 )
-        backward = spec.backward
-        if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
-            raise UserError(
-                f"Truncated and LayerLocal do not run on a stack under {weights.name}: use Exact()"
-            )
-        refuse_budget(spec.storage.memory, f"under {weights.name} all processes")
+        self.begin_in_turn(batch, spec, distribution)
         if spec.storage.checkpoints is not None and weights.largest(len(spec.documents))[0] > 1:
             raise UserError(
                 f"checkpoints= computes states again from the start of a document, but under {weights.name} "
@@ -456,6 +479,18 @@ class GatheredSweep(Sweep):
             )
         weights.rest()
         return align_chunks(weights, batch, spec)
+
+    def begin_in_turn(self, batch: Batch, spec: EngineSpec, distribution: Distribution) -> EngineSpec:
+        """Refuse what cannot be done.
+
+        Weights stay where they are: put to rest, they would be gathered once more than elsewhere."""
+        backward = spec.backward
+        if backward.window is not None or backward.drop_probability or backward.dy_from != "above":
+            raise UserError(
+                f"Truncated and LayerLocal do not run on a stack under {self.weights.name}: use Exact()"
+            )
+        refuse_budget(spec.storage.memory, f"under {self.weights.name} all processes")
+        return spec
 
     def check(self, executor: Executor, has_backward: bool) -> None:
         self.weights.refuse_precision(executor, has_backward)
@@ -475,7 +510,7 @@ class GatheredSweep(Sweep):
         return self.weights.collected(parameters, has_work)
 
     def cotangents(
-        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int
+        self, loss: Tensor, final: Sequence[Tensor], sums: Sequence[Sum], start_of_last: int | None
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         self.stage.start_of_last = start_of_last
         states = len(final) - len(sums)

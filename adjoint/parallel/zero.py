@@ -52,6 +52,12 @@ FORWARD_HOOK = "_pre_forward_module_hook"  # DeepSpeed's, which gathers a module
 MAX_TRIAL_LOSS_SCALE = 2.0**10
 
 
+class ParameterStore(Protocol):
+    """The part of DeepSpeed's `ZeROOrderedDict` that is used here, in which a module has its parameters."""
+
+    _in_forward: bool
+
+
 class Coordinator(Protocol):
     """The part of DeepSpeed's `PartitionedParameterCoordinator` that is used here."""
 
@@ -192,11 +198,13 @@ class ChunkRunner:
     Attributes:
         depth: of the contexts of `entered`.
         is_running: whether a forward runs.
+        stores: where modules have their parameters, while the context is entered.
         external: `_count_external` when the last chunk began.
     """
 
     def __init__(self, offload: Offload) -> None:
         self.offload, self.depth, self.is_running, self.external = offload, 0, False, 0
+        self.stores: list[ParameterStore] = []
         self.step = _Step()
         self.coordinator = copy.copy(offload.param_coordinator)
         self._forget_trace()
@@ -229,8 +237,8 @@ class ChunkRunner:
         outer, offload.param_coordinator = offload.param_coordinator, self.coordinator
         external = self._count_external()
         self.depth = 1
-        for parameters, _ in before:
-            parameters._in_forward = True  # the hooks gather what is read outside of its module, too
+        self.stores = [parameters for parameters, _ in before]
+        self._gather_what_is_read(False)
         try:
             yield
             self.coordinator._clean_inflight_param_registry()
@@ -244,9 +252,16 @@ class ChunkRunner:
             offload.param_coordinator = outer
             if self._count_external() != external and not outer.is_invalid_trace():
                 outer._invalidate_trace()
-            self.depth, self.is_running = 0, False
+            self.depth, self.is_running, self.stores = 0, False, []
             for parameters, flag in before:
                 parameters._in_forward = flag
+
+    def _gather_what_is_read(self, is_on: bool) -> None:
+        """Set whether weights are gathered that are read outside of their module.
+
+        Between chunks they are not: processes have different numbers of steps to make."""
+        for parameters in self.stores:
+            parameters._in_forward = is_on
 
     def forward(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, which runs modules forward."""
@@ -260,20 +275,24 @@ class ChunkRunner:
                 self._forget_trace()
             self.coordinator.reset_step()
             self.is_running = True
+            self._gather_what_is_read(True)
             self.offload.pre_sub_module_forward_function(self.step)
             result = call()
             FWD_MODULE_STACK.pop()
             self.offload.post_sub_module_forward_function(self.step)
+            self._gather_what_is_read(False)
             self.is_running = False
         return result
 
     def backward(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, the backward of a forward of this runner."""
         with self.entered():
+            self._gather_what_is_read(True)
             self.offload.pre_sub_module_backward_function(self.step)
             result = call()
             self.offload.post_sub_module_backward_function(self.step)
             self.offload.release_backward_leftovers()
+            self._gather_what_is_read(False)
         return result
 
 

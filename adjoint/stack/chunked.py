@@ -6,10 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adjoint.batch import Batch
+from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine import shared_prefix
 from adjoint.engine.chunk_size import (
     at_most,
@@ -27,14 +28,13 @@ from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.engine.stage import check_windows
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Prefix
+from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
-from adjoint.kernels.checks import is_untouched, starts_in
+from adjoint.kernels.checks import computes_as, starts_in
 from adjoint.methods import Method
 from adjoint.parallel.access import weights_of, weights_type
 from adjoint.parallel.context import distribution_of, ranks_of
-from adjoint.parallel.tensor import (
-    reads_windows,
-)
+from adjoint.parallel.tensor import SplitEmbedding, reads_windows
 from adjoint.stack.structure import StackModules
 
 
@@ -47,12 +47,14 @@ class StackCall:
         method: which has chunks.
         has_state: whether it begins with states of the caller's, or of an earlier call.
         prefix: keys and values of the tokens before it that an earlier step has stored, or None.
+        is_segment: whether it is a segment of another call, for which weights are in their places.
     """
 
     batch: Batch
     method: Method
     has_state: bool = False
     prefix: Prefix | None = None
+    is_segment: bool = False
 
     @functools.cached_property  # with documents it waits for the device, which each segment need not
     def spans(self) -> list[range]:
@@ -103,30 +105,41 @@ class ChunkedStack(StackModules):
         distribution = distribution_of(group, call.prefix)
         if group is not None and (why := weights.why_not_shared(group)):
             raise UserError(f"sequence_group: {why}")
-        weights.rest()
+        if not call.is_segment:
+            weights.rest()
         sweep = weights.sweep(ModuleTensors(self).restored)
         step = ChunkedStep(stages, batch, spec, width, distribution=distribution, sweep=sweep)
         step.verify()
         return step
 
     def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
-        batch, method = call.batch, call.method
-        if call.has_state or not method.share_prefixes or method.storage.memory is not None:
+        batch, method, weights = call.batch, call.method, weights_of(self)
+        is_gathered, storage = weights.is_gathered, method.storage
+        if not method.share_prefixes or storage.memory is not None:
             return None
+        if is_gathered and storage.checkpoints is not None:
+            return None
+        if not computes_as(self.embedding, nn.Embedding, SplitEmbedding):
+            return None
+        is_plain = not call.has_state
         if returns_states and batch.seq_idx is not None:  # those of each row's last document alone
-            return None
-        is_split = self.tensor_parallel is not None or weights_type(self).is_gathered
-        if is_split or not is_untouched(self.embedding, nn.Embedding):
-            return None
+            is_plain = False
+        segments = self._shared_rows(call, has_loss) if is_plain else None
+        any_shared, any_other = weights.largest(segments is not None, not is_plain)
+        if any_other or not any_shared or any(map(custom_class, self.stages())):
+            return None  # a layer of other code may mix or tell rows apart
+        if segments is not None:
+            shared_prefix.announce(self, segments, batch.ids.numel())
+        return SharedRows(segments or [], list(map(len, call.spans)), batch.ids.shape)
+
+    def _shared_rows(self, call: StackCall, has_loss: bool) -> list[Segment] | None:
+        """Return the segments of a call's rows that begin alike, or None."""
+        batch = call.batch
         if len(spans := call.spans) == 1:
             return None
         targets, lengths = _targets_in(batch, spans) if has_loss else None, list(map(len, spans))
         ids = shared_prefix.take_from(batch.ids, spans)
-        segments = shared_prefix.plan(Rows(ids, targets, [0] * len(spans), lengths, lengths))
-        if segments is None or any(map(custom_class, self.stages())):  # a layer may mix or tell rows apart
-            return None
-        shared_prefix.announce(self, segments, batch.ids.numel())
-        return SharedRows(segments, lengths, batch.ids.shape)
+        return shared_prefix.plan(Rows(ids, targets, [0] * len(spans), lengths, lengths))
 
     def segment_call(self, call: StackCall, segment: Segment, beginning: Beginning | None) -> StackCall:
         batch, spans = call.batch, call.spans
@@ -134,7 +147,22 @@ class ChunkedStack(StackModules):
         labels, weights = shared_prefix.targets_of(segment, _targets_in(batch, spans))
         states = self.stage_states(self.initial_state(len(ids))) if beginning is None else beginning.states
         inner = Batch(ids, labels, batch.divisor, states=states, weights=weights)
-        return StackCall(inner, call.method, True, None if beginning is None else beginning.prefix)
+        prefix = None if beginning is None else beginning.prefix
+        return StackCall(inner, call.method, has_state=True, prefix=prefix, is_segment=True)
+
+    def weights(self) -> Weights:
+        return weights_of(self)
+
+    def chunks_of(self, call: StackCall, segment: Segment) -> int:
+        tokens, method = segment.stop - segment.start, call.method
+        ids = call.batch.ids[:1, :1].expand(len(segment.members), tokens)
+        return len(method.engine_spec(tokens, self.default_chunk_size(ids, method)).cuts(tokens)) - 1
+
+    def idle_call(self, call: StackCall) -> StackCall:
+        ids = call.batch.ids[:1, :1]
+        states = self.stage_states(self.initial_state(1))
+        batch = Batch(ids, torch.full_like(ids, IGNORE_INDEX), call.batch.divisor, states=states)
+        return StackCall(batch, call.method, has_state=True, is_segment=True)
 
     def join_prefixes(self) -> None:
         raise AssertionError("a stack's attention reads keys and values where they are")

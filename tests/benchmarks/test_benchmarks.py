@@ -25,6 +25,7 @@ from benchmarks import (
     mixers,
     recall,
     report,
+    rows_on_ranks,
     runner,
     sequence,
     sources,
@@ -40,7 +41,7 @@ from benchmarks.shards.command import Shards
 
 # --------------------------------------------------------------------------------------------------- dry runs
 
-SLOW_DRY_RUNS = ("shards", "host_weights")
+SLOW_DRY_RUNS = ("shards", "host_weights", "rows_on_ranks")
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
@@ -59,6 +60,8 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
     (window_time.WindowTime(), "--seqlen 64 --windows 1 64 --repeats 2 --settle 0",
      10, "scan window ratio ratio_min ratio_max unwindowed_ms windowed_ms pairs"),
     (recall.Recall(), "--mixers mamba --seqlen 64 --steps 2", 1, "mixer seqlen steps loss recall needle"),
+    (rows_on_ranks.RowsOnRanks(), "--documents 8 --answers 2 --prompt 300 --models Llama",
+     4, "batch model weights apart_cpu_seconds together_cpu_seconds gradient_difference"),
     (sources.Sources(), "--tables figure-1 --lengths 4K", 5, "table method tokens bytes"),
     (host_weights.HostWeights(), "--models Bamba-9B --tokens 32K",
      1, "model tokens memory_bytes host_bytes seconds whole_seconds link_bytes hiding_chunks"),
@@ -75,6 +78,7 @@ UNDRAWN = (
     "bidirectional",
     "mixers",
     "mini_sequence",
+    "rows_on_ranks",
     "sources",
     "host_weights",
     "kernels",

@@ -23,6 +23,7 @@ IN_ONE_PROCESS = [  # importing takes the longest
     "masked_tokens",
     "same_run",
     "other_layers",
+    "rollout_tree",
 ]
 APART = {"trl_distillation": "trl", "grpo": "trl"}  # each with the package that it needs
 EXTERNAL = {"lightning_module"}  # run by tests/external
@@ -57,6 +58,7 @@ def test_recipes(tmp_path: Path) -> None:
     assert printed.count("against plain autograd") == 5
     assert printed.count("step   2  loss") == 7
     assert "difference from the model as it is" in printed
+    assert "gradient of the tree against that of its rows" in printed
     assert "eval_loss" in printed
 
 
@@ -65,6 +67,24 @@ def test_recipes(tmp_path: Path) -> None:
 def test_recipes_of_other_packages(name: str, package: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
     assert "step   2  loss" in run_recipes([name], tmp_path)
+
+
+@pytest.mark.slow
+def test_grpo_on_two_processes(tmp_path: Path) -> None:
+    """Each process computes its own prompts once, and DDP sums their gradients."""
+    pytest.importorskip("trl")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(RECIPES / "grpo.py"), "--seqlen", "600", "--steps", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("step   2  loss") == 2
+    assert done.stderr.count("rows that begin with the same tokens are computed once") == 2
 
 
 def test_every_recipe_is_on_the_page_and_runs_in_a_test() -> None:

@@ -23,9 +23,11 @@ from torch import Tensor
 
 import adjoint
 from adjoint.errors import UserError
+from tests.both_kinds import ModelOfEitherKind
 from tests.hf.hf_models import VOCAB, current_gradients, float64_throughout, make, trained_like
 from tests.hf.test_fsdp import assert_same, unequal_batches, unsharded
 from tests.ranks import on_ranks
+from tests.test_rows_on_ranks import ModelOnRanks, compare_beginnings, compare_packed
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed")
@@ -157,6 +159,27 @@ def stacks() -> None:
         engine.backward(engine(ids[rank_of() :][:1], labels=ids[rank_of() :][:1], method=METHOD).loss)
         reference = adjoint.Stack(config, seed=0).double()
         assert_same(whole_gradients(engine), unsharded(reference, lambda m: m(ids, labels=ids).loss))
+
+
+@case
+def segments() -> None:
+    """Short documents side by side and common beginnings, in different numbers on the processes."""
+    in_float64()
+
+    def hold(case: ModelOfEitherKind) -> ModelOnRanks:
+        engine = initialized(case.model)
+
+        def gradients() -> dict[str, Tensor]:
+            by_name = whole_gradients(engine)
+            engine.optimizer.zero_grad()
+            return by_name
+
+        return ModelOnRanks(engine, engine.backward, gradients, rank_of(), dist.get_world_size())
+
+    with float64_throughout():
+        compare_packed(BAMBA, hold, [0, 1, 2])
+        for name in ("hybrid", LLAMA):
+            compare_beginnings(name, hold, [0, 1, 2])
 
 
 @case
