@@ -67,7 +67,7 @@ class LayerSegments:
         stages: list[Stage] = []
         for span in spans:
             model, parts = self._make_part(lm.model, span)
-            context = lm.context._replace(parts=parts, divide=None)
+            context = lm.context._replace(parts=parts, divide=None, trained_parameters=None)
             slots = [slot for slot in lm.slots if slot.layer in span]
             stages.append(Backbone(model, slots, recompute=lm.recompute, fetches=lm.fetches, context=context))
         return [*stages, LossHead(lm)] if isinstance(lm, CausalLM) else stages
