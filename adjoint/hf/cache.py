@@ -11,7 +11,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -200,18 +200,23 @@ class RecurrentLayer(_StateLayer):
             The tail followed by the inputs.
         """
         size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
-        previous = self.conv_states[state_idx]
+        previous, new_tail = self.conv_states[state_idx], None
         if previous is None:
             extended = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         elif conv_states.dim() == 2:  # (batch, tokens): ids
             extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=1)
         else:
             # Keep the memory layout (batch, tokens, channels) of a chunk's inputs.
-            tail = previous.to(conv_states.dtype).transpose(1, 2)
-            extended = torch.cat([tail, conv_states.transpose(1, 2)], dim=1).transpose(1, 2)
+            tail, inputs = previous.to(conv_states.dtype).transpose(1, 2), conv_states.transpose(1, 2)
+            if torch.is_grad_enabled() and conv_states.shape[-1] >= size:
+                joined, new_tail = _JoinTail.apply(tail, inputs, size)
+                new_tail = new_tail.transpose(1, 2)
+            else:
+                joined = torch.cat([tail, inputs], dim=1)
+            extended = joined.transpose(1, 2)
         self.dtype, self.device = conv_states.dtype, conv_states.device
         self.conv_kernel_size[state_idx] = size
-        self.store_state("conv", state_idx, extended[..., -size:])
+        self.store_state("conv", state_idx, extended[..., -size:] if new_tail is None else new_tail)
         return extended
 
     @uncompiled
@@ -237,6 +242,24 @@ class RecurrentLayer(_StateLayer):
         states = lazy_class(getattr(self, f"{name}_states"))
         states[index] = lambda: handoff.receive().to(slot.dtype)
         setattr(self, f"{name}_states", states)
+
+
+class _JoinTail(torch.autograd.Function):
+    """A convolution's tail before a chunk, the chunk's inputs → both joined, and the tail after the chunk.
+
+    All are (batch, tokens, channels). Autograd by itself would fill a gradient as long as the chunk with
+    zeros for the new tail's sake."""
+
+    @staticmethod
+    def forward(ctx: Any, tail: Tensor, inputs: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        ctx.before, ctx.size = tail.shape[1], size
+        return torch.cat([tail, inputs], dim=1), inputs[:, -size:].clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_joined: Tensor, d_tail: Tensor) -> Any:
+        d_before, d_inputs = d_joined[:, : ctx.before], d_joined[:, ctx.before :]
+        *before_tail, last = d_inputs.split([d_inputs.shape[1] - ctx.size, ctx.size], dim=1)
+        return d_before, torch.cat([*before_tail, last + d_tail], dim=1), None
 
 
 class AttentionLayer(_StateLayer):

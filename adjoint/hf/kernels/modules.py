@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,28 +110,34 @@ class Replacement(NamedTuple):
     Attributes:
         classes: their names.
         inputs: number of tensors with which the forward must be called.
-        formula: (module, *inputs) → output, the same as the forward's.
+        formula: (module, *inputs) → output, the same as the forward's; or the form of a plain norm.
         fits: (module) → whether its attributes are what the formula supports.
     """
 
     classes: frozenset[str]
     inputs: int
-    formula: Callable[..., Tensor]
+    formula: Callable[..., Tensor] | NormForm
     fits: Callable[..., bool]
 
 
-def _apply_norm(module: _Norm, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    return rms_norm(x, module.weight, module.variance_epsilon, gate, getattr(module, "group_size", None))
+class NormForm(NamedTuple):
+    """The form of an RMSNorm, whose inputs are x and perhaps a gate.
+
+    Attributes:
+        epsilon: name of the module's attribute.
+        offset: added to its weight, in float32 at least, as transformers does: half precision would round
+            small weights away beside one.
+    """
+
+    epsilon: str = "variance_epsilon"
+    offset: float = 0.0
+
+    def fits(self, module: _Norm) -> bool:
+        """Whether a norm has a weight and nothing else, and a plain epsilon."""
+        return [*module._parameters] == ["weight"] and type(getattr(module, self.epsilon)) is float
 
 
-def _apply_norm_around_one(module: _Norm, x: Tensor) -> Tensor:
-    # the sum in float32 at least, as theirs: half precision would round small weights away beside one
-    return rms_norm(x, module.weight, module.eps, offset=1.0)
-
-
-def _fits_norm(module: _Norm, epsilon: str = "variance_epsilon") -> bool:
-    """Whether a norm has a weight and nothing else, and a plain epsilon."""
-    return [*module._parameters] == ["weight"] and type(getattr(module, epsilon)) is float
+NORM, NORM_AROUND_ONE = NormForm(), NormForm("eps", 1.0)
 
 
 def _fits_mlp(module: _GatedMLP) -> bool:
@@ -142,19 +148,14 @@ def _fits_mlp(module: _GatedMLP) -> bool:
 REPLACEMENTS = (
     # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward. Ours saves
     # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
-    Replacement(frozenset(RMS_NORMS.split()), 1, _apply_norm, _fits_norm),
-    Replacement(
-        frozenset(NORMS_AROUND_ONE.split()),
-        1,
-        _apply_norm_around_one,
-        lambda module: _fits_norm(module, epsilon="eps"),
-    ),
-    Replacement(frozenset(GATED_BEFORE_NORM.split()), 2, _apply_norm, _fits_norm),
+    Replacement(frozenset(RMS_NORMS.split()), 1, NORM, NORM.fits),
+    Replacement(frozenset(NORMS_AROUND_ONE.split()), 1, NORM_AROUND_ONE, NORM_AROUND_ONE.fits),
+    Replacement(frozenset(GATED_BEFORE_NORM.split()), 2, NORM, NORM.fits),
     Replacement(
         frozenset(GATED_AFTER_NORM.split()),
         2,
-        lambda module, x, gate: gated(gate, _apply_norm(module, x)),
-        lambda module: _fits_norm(module) and module.activation in ("silu", "swish"),
+        lambda module, x, gate: gated(gate, rms_norm(x, module.weight, module.variance_epsilon)),
+        lambda module: NORM.fits(module) and module.activation in ("silu", "swish"),
     ),
     # transformers' gated MLP keeps four tensors of its width, ours two: 11 to 12% of a step's memory.
     Replacement(
@@ -226,7 +227,7 @@ def replacement_forwards(rows: Sequence[Row]) -> dict[nn.Module, Forward]:
 def _forward(module: nn.Module, replacement: Replacement) -> Forward:
     """Return a forward that uses the replacement's formula if the inputs fit, else the module's own."""
     original_forward, inputs, formula = module.forward, replacement.inputs, replacement.formula
-    parameters = module._parameters
+    parameters, group_size = module._parameters, getattr(module, "group_size", None)
 
     def forward(*args: object, **kwargs: object) -> object:
         if kwargs or len(args) != inputs:
@@ -241,6 +242,10 @@ def _forward(module: nn.Module, replacement: Replacement) -> Forward:
                     return original_forward(*args)
                 if p.dtype not in REPLACED_DTYPES:
                     return original_forward(*args)
-        return formula(module, *args)
+        if not isinstance(formula, NormForm):
+            return formula(module, *args)
+        x, gate = cast(tuple[Tensor, Tensor | None], args if inputs == 2 else (*args, None))
+        weight, epsilon = cast(_Norm, module).weight, getattr(module, formula.epsilon)
+        return rms_norm(x, weight, epsilon, gate, group_size, offset=formula.offset)
 
     return forward
