@@ -1,6 +1,7 @@
 // h_t = a_t h_{t-1} + b_t with a diagonal a, or one number a token, on the CPU: forward and adjoint.
 // The caller keeps all states: they are as small as the inputs. A thread takes a range of states and walks token by
-// token over all of them: tensors are read and written in their order, and the states between are in cache.
+// token over all of them: tensors are read and written in their order, and the states between are in cache. The state that
+// goes on, and its cotangent, are in double: with decays near 1 the rounding of a float would add up over all tokens.
 #include "linear.h"
 
 #include <algorithm>
@@ -22,7 +23,13 @@ template <class T> struct Linear {
   Decay decay(int64_t b, int64_t t) const { return {at(s.a, b, t, s.a_width), s.a_width == 1}; }
   // a x, but 0 where a is: nothing is carried to where a document begins, no NaN either.
   static ALWAYS_INLINE Vt times(Vt a, Vt x) { return a == 0 ? Vt{} : a * x; }
-  static ALWAYS_INLINE Vt add_decayed(Vt a, Vt x, Vt y) { return fused<T>(a, a == 0 ? Vt{} : x, y); }
+  static ALWAYS_INLINE void decay_and_add(InDouble<T>& x, Vt a, Vt y) {
+    const InDouble<T> decay = in_double<T>(a), input = in_double<T>(y);
+    for (int i = 0; i < InDouble<T>::PARTS; i++) {
+      const V<double> factor = decay.part[i];
+      x.part[i] = factor * (factor == 0 ? V<double>{} : x.part[i]) + input.part[i];
+    }
+  }
   // body(b, first block, end) for this thread's share of (batch, blocks)
   template <class F> void each(int64_t thread, F body) const {
     const int64_t units = s.batch * blocks(), end = units * (thread + 1) / s.threads;
@@ -37,15 +44,17 @@ template <class T> struct Linear {
     each_vector<T>(s.d_state, first, stop, [=](int64_t i, int64_t n, int width) { body(i - first, n, width); });
   }
   void forward(int64_t thread) const {
-    const std::vector<T> zeros(s.initial_state ? 0 : s.d_state);
     each(thread, [&](int64_t b, int64_t first, int64_t stop) {
-      const T* before = s.initial_state ? (const T*)s.initial_state + b * s.d_state : zeros.data();
+      std::vector<InDouble<T>> carried(stop - first);
+      InDouble<T>* state = carried.data();
+      if (const T* before = (const T*)s.initial_state)
+        row(first, stop, [=](int64_t i, int64_t n, int width) { state[i] = in_double<T>(load<T>(before + b * s.d_state + n, width)); });
       for (int64_t t = 0; t < s.seqlen; t++) {
         T *h = at(s.h, b, t, s.d_state), *x = at(s.b, b, t, s.d_state);
-        row(first, stop, [=, a = decay(b, t)](int64_t, int64_t n, int width) {
-          store<T>(h + n, add_decayed(a(n, width), load<T>(before + n, width), load<T>(x + n, width)), width);
+        row(first, stop, [=, a = decay(b, t)](int64_t i, int64_t n, int width) {
+          decay_and_add(state[i], a(n, width), load<T>(x + n, width));
+          store<T>(h + n, rounded<T>(state[i]), width);
         });
-        before = h;
       }
     });
   }
@@ -55,8 +64,10 @@ template <class T> struct Linear {
     each(thread, [&](int64_t b, int64_t first, int64_t stop) {
       const int64_t count = stop - first;
       // prefix sums inside each block of W tokens
-      std::vector<Vt> carried(count), cuts(WINDOWED ? count : 0), prefix(WINDOWED ? T_ * count : 0);
-      Vt *R = carried.data(), *S = cuts.data();  // mu of the next token without what joins it
+      std::vector<InDouble<T>> carried(count);
+      std::vector<Vt> cuts(WINDOWED ? count : 0), prefix(WINDOWED ? T_ * count : 0);
+      InDouble<T>* R = carried.data();  // mu of the next token without what joins it
+      Vt* S = cuts.data();
       const auto sums = [&](int64_t t) { return prefix.data() + std::max<int64_t>(std::min(t, T_ - 1), 0) * count; };
       for (int64_t t = 0; t < T_ && WINDOWED; t++)
         row(first, stop, [=, opens = t % W == 0, dh = at(s.dh, b, t, s.d_state), a = decay(b, t), sum = sums(t)](
@@ -75,7 +86,9 @@ template <class T> struct Linear {
         T *db = at(s.db, b, t, s.d_state), *da = at(s.da, b, t, scalar ? blocks() : s.d_state) + (scalar ? first : 0);
         row(first, stop, [=, decay = decay(b, t), next = decay(b, t + !closes), sum = sums(t + W - 1)](int64_t i, int64_t n, int width) {
           const Vt g = load<T>(dh + n, width), a = decay(n, width);
-          Vt mu = R[i] = closes ? g : add_decayed(next(n, width), R[i], g);
+          if (closes) R[i] = in_double<T>(g);
+          else decay_and_add(R[i], next(n, width), g);
+          Vt mu = rounded<T>(R[i]);
           if (WINDOWED) {
             if (joined) mu += times(S[i], sum[i]);
             S[i] = opens ? a : times(a, S[i]);
@@ -87,7 +100,7 @@ template <class T> struct Linear {
         });
       }
       row(first, stop, [=, a = decay(b, 0), sum = sums(W - 2), to = (T*)s.dinitial_state + b * s.d_state](int64_t i, int64_t n, int width) {
-        store<T>(to + n, !WINDOWED ? times(a(n, width), R[i]) : W == 1 ? Vt{} : times(S[i], sum[i]), width);
+        store<T>(to + n, !WINDOWED ? times(a(n, width), rounded<T>(R[i])) : W == 1 ? Vt{} : times(S[i], sum[i]), width);
       });
     });
   }
