@@ -102,7 +102,8 @@ template <class T> ALWAYS_INLINE T dot(const T* a, const T* b, int64_t width) {
 template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   using Base = DeltaRule<T, DeltaArgs>;
   using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::resets, Base::saved_offset,
-      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write, Base::get, Base::put, Base::number;
+      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write, Base::get, Base::put, Base::number,
+      Base::is_narrow;
   template <class> friend class Delta;
   static constexpr int L = Vec<T>::L, WHOLE = L > 8 ? L : 8;  // tokens and channels come in such numbers
   const bool wide;
@@ -232,7 +233,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       }
       scale[i] = 1;
       std::memset(step.row(i), 0, K * sizeof(T));
-      if (decays) get(s.g, at * s.d_k, step.row(i), s.d_k);
+      if (decays && is_narrow()) get(s.g, at * s.d_k, step.row(i), s.d_k);
+      else if (decays) std::memcpy(step.row(i), (const T*)s.g + at * s.d_k, s.d_k * sizeof(T));
       for (int64_t x = 0; x < K; x += L) {
         const V<T> g = load<T>(step.row(i) + x, L);
         store<T>(part + x, (i ? load<T>(part + x, L) : V<T>{}) + g, L);
@@ -275,7 +277,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   }
   // Starts to fetch a vector of the next head, which would otherwise be waited for: a product's inputs are all in caches.
   ALWAYS_INLINE void fetch_next_head(const TokenRows& from, int64_t width, int64_t i, int64_t j) const {
-    if (Base::narrow) return;
+    if (is_narrow()) return;
     __builtin_prefetch((const T*)from.data + b * from.batch_stride + (t + i) * from.time_stride + (h + 1) * width + j);
   }
   // Rows before `end`: by how much each token's channels decay until the last one of them.

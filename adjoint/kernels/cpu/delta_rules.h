@@ -53,27 +53,24 @@ template <class T, class Args> class DeltaRule {
   bool resets(int64_t token) const { return s.reset && ((const bool*)s.reset)[b * s.seqlen + token]; }
   int64_t state_offset() const { return (b * s.nheads + h) * s.d_k * s.d_v; }
   int64_t saved_offset(int64_t slot) const { return ((b * s.nheads + h) * slots + slot) * s.d_k * s.d_v; }
+  bool is_narrow() const { return sizeof(T) > sizeof(float) && narrow; }
   // Numbers of a tensor, from the one at `offset` on.
   ALWAYS_INLINE void get(const void* tensor, int64_t offset, T* to, int64_t count) const {
-    if constexpr (sizeof(T) > sizeof(float))
-      if (narrow) {
-        for (int64_t i = 0; i < count; i++) to[i] = ((const float*)tensor + offset)[i];
-        return;
-      }
+    if (is_narrow()) {
+      for (int64_t i = 0; i < count; i++) to[i] = ((const float*)tensor + offset)[i];
+      return;
+    }
     copy_row(to, (const T*)tensor + offset, count);
   }
   ALWAYS_INLINE void put(void* tensor, int64_t offset, const T* from, int64_t count) const {
-    if constexpr (sizeof(T) > sizeof(float))
-      if (narrow) {
-        for (int64_t i = 0; i < count; i++) ((float*)tensor + offset)[i] = float(from[i]);
-        return;
-      }
+    if (is_narrow()) {
+      for (int64_t i = 0; i < count; i++) ((float*)tensor + offset)[i] = float(from[i]);
+      return;
+    }
     copy_row((T*)tensor + offset, from, count);
   }
   ALWAYS_INLINE T number(const void* tensor, int64_t offset) const {
-    if constexpr (sizeof(T) > sizeof(float))
-      if (narrow) return ((const float*)tensor)[offset];
-    return ((const T*)tensor)[offset];
+    return is_narrow() ? ((const float*)tensor)[offset] : ((const T*)tensor)[offset];
   }
   void get_state(const void* states, int64_t offset, Matrix<T> to) const {
     if (W > s.d_v || K > s.d_k) std::memset(to.data, 0, K * W * sizeof(T));
