@@ -4,6 +4,7 @@ that a bfloat16 model carries from call to call."""
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.layers import mamba3
 from tests.kernels.helpers import INTERPRETED
 from tests.model_helpers import RECURRENT, current_gradients, gradients, make_ids, relative
 
@@ -21,9 +23,6 @@ pytestmark = [
 
 SIZES = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "vocab_size": 61}
 CHUNK = 4096
-# A dense mixer's A_proj has a gradient far smaller than its terms. Mamba-3's angles add up over all tokens:
-# of a token's two cotangents, which cancel, the rounding is left, and is summed over those behind.
-LIMITS = {"dense": 3e-4, "mamba3": 1e-3}
 # Of each kind of cache; the others of transformers' recurrent classes share their code.
 CACHES = ["Mamba2ForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"]
 MORE_CACHES = ["MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM"]
@@ -35,21 +34,61 @@ def walk(tokens: int, vocab_size: int) -> Tensor:
     return make_ids(1, tokens, 3).cumsum(1) % vocab_size
 
 
-def assert_digits(single: dict[str, Tensor], double: dict[str, Tensor], limit: float = 1e-5) -> None:
+def errors_of(single: dict[str, Tensor], double: dict[str, Tensor]) -> dict[str, float]:
+    """Return how far each gradient in float32 is from that in float64."""
+    return {name: relative(single[name], double[name]) for name in double}
+
+
+def assert_digits(errors: dict[str, float], limits: dict[str, float] | None = None) -> None:
     """Raise AssertionError unless all gradients in float32 are those in float64."""
-    errors = {name: relative(single[name], double[name]) for name in double}
-    assert max(errors.values()) < limit, errors
+    limits = dict.fromkeys(errors, 1e-5) | (limits or {})
+    assert all(error < limits[name] for name, error in errors.items()), (errors, limits)
+
+
+def turn_signs_away(model: adjoint.Stack) -> None:
+    """Move a dense transition's entries away from 0, where the derivative of their absolute values jumps.
+
+    One entry that rounding moves across 0, of a million, moves A_proj's gradient by 7e-5."""
+    for parameter_name, bias in model.named_parameters():
+        if parameter_name.endswith("A_proj.bias"):
+            n = SIZES["d_state"]
+            signs = torch.ones(n, n, dtype=bias.dtype).tril() * 2 - 1
+            bias.data[n:] += 0.3 * signs.flatten()
+
+
+def errors_of_autograd(
+    model: adjoint.Stack, ids: Tensor, double: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    """Return the errors of a Mamba-3 model by autograd: PyTorch's sums of angles, the reference of the scan."""
+
+    def cumulative_sum(a: Tensor, b: Tensor, initial_state: Tensor, seq_idx: None) -> Tensor:
+        return initial_state[:, None] + b.cumsum(1)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(mamba3, "linear_scan", cumulative_sum)
+        patches.setattr(mamba3, "ssd_scan", functools.partial(mamba3.ssd_scan, backend="reference"))
+        return errors_of(gradients(model, ids, ids, adjoint.Backprop())[1], double)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", RECURRENT)
-def test_a_step_of_a_stack(mixer: str) -> None:
-    """A sequence is trained by chunks."""
+def test_a_step_of_a_stack(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence is trained by chunks.
+
+    The terms of Mamba-3's gradient of dt_bias add up to some hundred times their sum. There the limit is
+    what autograd loses, too: 2e-5 to 1e-4 by one order of operations or another."""
     torch.manual_seed(0)
     model = adjoint.Stack(adjoint.StackConfig(mixer=mixer, **SIZES))
+    if mixer == "dense":
+        turn_signs_away(model)
     ids, method = walk(1 << 20 if mixer == "mamba2" else 1 << 16, 61), adjoint.Exact(chunk_size=CHUNK)
     double = gradients(copy.deepcopy(model).double(), ids, ids, method)[1]
-    assert_digits(gradients(model, ids, ids, method)[1], double, LIMITS.get(mixer, 1e-5))
+    errors, limits = errors_of(gradients(copy.deepcopy(model), ids, ids, method)[1], double), {}
+    if mixer == "mamba3":
+        by_autograd = errors_of_autograd(model, ids, double, monkeypatch)
+        steps = [name for name in errors if "dt_bias" in name]
+        limits = dict.fromkeys(steps, 4 * max(by_autograd[name] for name in steps))
+    assert_digits(errors, limits)
 
 
 @pytest.mark.slow
@@ -69,7 +108,7 @@ def test_a_step_of_a_wrapped_model(name: str, tokens: int) -> None:
 
     with hf.float64_throughout():
         expected = step(double)
-    assert_digits(step(single), expected)
+    assert_digits(errors_of(step(single), expected))
 
 
 def final_cache(name: str, chunk_size: int) -> Any:
