@@ -105,7 +105,8 @@ class Executor(TileValues):
 
     Attributes:
         lowest_precision: the least precise dtype of parameters and computations.
-        total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
+        total, losses: the summed loss of all chunks whose head this worker has, in float64 where there are
+            several, and that of each chunk.
         gradients: sums of parameters' gradients.
         head_gradients: sums of the head's gradients for a loss whose cotangent is not known yet, as if it
             were 1; None if there are none.
@@ -133,6 +134,7 @@ class Executor(TileValues):
         self.transport = transport = self.connections.transport
         self.waits = transport is not None and transport.on_device
         self.total: Tensor | None = None
+        self.loss_dtype = torch.float32
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         # of one chunk's states in each segment, which has no loss: the last chunk that all segments recompute
@@ -184,7 +186,7 @@ class Executor(TileValues):
     def results(self) -> tuple[Tensor | None, list[State]]:
         """Return the summed loss, if any, and the final states, which are dropped: no backward needs them."""
         final, self.final = self.final, []
-        return self.total, final
+        return None if self.total is None else self.total.to(self.loss_dtype), final
 
     def begin_again(self, store: dict[Key, Any]) -> None:
         """Forget the sums of a backward, so that another one can begin from the values in `store`."""
@@ -395,7 +397,8 @@ class Executor(TileValues):
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Add the summed loss of chunk c."""
-        self.total = loss if self.total is None else self.total + loss
+        self.total = loss if self.total is None else self.total.double() + loss
+        self.loss_dtype = loss.dtype
         self.losses[c] = loss
 
     def recompute(self, t: Tile) -> None:

@@ -59,7 +59,7 @@ def turn_signs_away(model: adjoint.Stack) -> None:
 def errors_of_autograd(
     model: adjoint.Stack, ids: Tensor, double: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, float]:
-    """Return the errors of a Mamba-3 model by autograd: PyTorch's sums of angles, the reference of the scan."""
+    """Return a Mamba-3 model's errors by autograd: PyTorch's sums of angles, the reference of the scan."""
 
     def cumulative_sum(a: Tensor, b: Tensor, initial_state: Tensor, seq_idx: None) -> Tensor:
         return initial_state[:, None] + b.cumsum(1)
