@@ -23,10 +23,13 @@ pytestmark = [
 
 SIZES = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "vocab_size": 61}
 CHUNK = 4096
-# Of each kind of cache; the others of transformers' recurrent classes share their code.
+# One of each kind of recurrence: transformers' other classes with these share their code.
 CACHES = ["Mamba2ForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"]
 MORE_CACHES = ["MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM"]
 MORE_CACHES += ["Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "KimiLinearForCausalLM"]
+MORE_CACHES += ["ZambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM"]
+MORE_CACHES += ["NemotronHForCausalLM", "OlmoHybridForCausalLM", "BailingHybridForCausalLM"]
+MORE_CACHES += ["Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM"]
 
 
 def walk(tokens: int, vocab_size: int) -> Tensor:
@@ -120,19 +123,30 @@ def final_cache(name: str, chunk_size: int) -> Any:
     return out.cache_params if hasattr(out, "cache_params") else out.past_key_values
 
 
+def first_state(cache: Any) -> Tensor:
+    """Return the first recurrent state of a cache; n-grams' ids are none."""
+    states = (state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values())
+    return next(state for state in states if state.is_floating_point())
+
+
 @pytest.mark.parametrize(
     "name", [*CACHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CACHES)]
 )
 def test_a_bfloat16_model_carries_float32(name: str) -> None:
-    """The first layer's state after twelve chunks is that after one, to float32's digits."""
-    by_chunks, at_once = (final_cache(name, size).layers[0].recurrent_states[0] for size in (4, 64))
+    """The first recurrent state after twelve chunks is that after one, to float32's digits."""
+    by_chunks, at_once = (first_state(final_cache(name, size)) for size in (4, 64))
     assert by_chunks.dtype == torch.float32
     assert relative(by_chunks, at_once) < 1e-5
     assert relative(by_chunks.bfloat16(), by_chunks) > 1e-4
 
 
 @pytest.mark.slow
-def test_minimax_carries_bfloat16() -> None:
-    """transformers' own class keeps its state in the model's dtype, and rounds what it is given to that."""
-    cache = final_cache("MiniMaxForCausalLM", 4)
-    assert {state.dtype for state in cache.linear_cache if torch.is_tensor(state)} == {torch.bfloat16}
+@pytest.mark.parametrize("name", ["MiniMaxForCausalLM", "xLSTMForCausalLM"])
+def test_classes_that_carry_bfloat16(name: str) -> None:
+    """transformers' own caches keep these states in the model's dtype, and round what they are given."""
+    cache = final_cache(name, 4)
+    if name == "MiniMaxForCausalLM":
+        states = [state for state in cache.linear_cache if torch.is_tensor(state)]
+    else:
+        states = [state for layer in cache.rnn_state.values() for state in layer]
+    assert {state.dtype for state in states} == {torch.bfloat16}
