@@ -244,11 +244,7 @@ def test_repeated_keys_whose_sign_turns(rule: str, backend: str) -> None:
     assert_same_digits(by_dplr if rule == "dplr" else by_gated, inputs, backend, rtol)
 
 
-LASTING = {
-    "ssd_scan": (1 << 18, 1e-6),
-    "ssd_scan in blocks": (1 << 18, 1e-6),
-    "selective_scan": (1 << 16, 3e-6),
-}
+LASTING = dict.fromkeys(("ssd_scan", "ssd_scan in blocks", "selective_scan"), (1 << 18, 1e-6))
 LASTING |= dict.fromkeys(("gated_delta_rule", "kda", "dplr_delta_rule"), (1 << 17, 3e-7))
 LASTING["slow dplr_delta_rule"] = 1 << 17, 2e-6
 
@@ -295,6 +291,31 @@ def test_states_that_last(name: str, backend: str) -> None:
         write = beta[..., None] * k
         return assert_same_digits(dplr, [q, write, v, k, -write, g], backend, rtol)
     return assert_same_digits(gated, [q, k, v, g, beta], backend, rtol)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("d_state", [3, 16])
+def test_nothing_is_left_of_a_forgotten_state(d_state: int, backend: str) -> None:
+    """Large states and cotangents are forgotten before small ones begin to last."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, outer = 1152, 384
+    steps = torch.full((1, tokens, 1), 2.0**-20)
+    steps[:, outer:-outer] = 2.0  # nothing is left of a state after these
+    x, B, C = (torch.randn(1, tokens, 1, n, generator=generator) for n in (8, d_state, d_state))
+    x /= steps[..., None]
+    x[:, :outer] *= 2.0**30
+    x[:, outer:-outer] = 0
+    dy = torch.randn(1, tokens, 1, 8, generator=generator)
+    dy[:, -outer:] *= 2.0**30
+    got: list[list[Tensor]] = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.to(dtype).requires_grad_()
+        A = torch.full((1,), -1.0, dtype=dtype)
+        y = ssd_scan(leaf, steps.to(dtype), A, B.to(dtype), C.to(dtype), backend=backend)[0]
+        (dx,) = torch.autograd.grad(y, leaf, dy.to(dtype))
+        got.append([y[:, -outer:].detach(), dx[:, :outer]])
+    assert all(relative(a, b) < 1e-5 for a, b in zip(*got, strict=True))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
