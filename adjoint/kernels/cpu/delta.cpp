@@ -584,7 +584,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       put(s.dbeta, at, dbeta + i, 1);
       if (wide) {
         if (fresh) std::memset(sum, 0, K * sizeof(T));
-        put(s.dg, at * s.d_k, sum, s.d_k);
+        if (is_narrow()) put(s.dg, at * s.d_k, sum, s.d_k);
+        else std::memcpy((T*)s.dg + at * s.d_k, sum, s.d_k * sizeof(T));
       } else {
         const T all = fresh ? 0 : row_sum(sum);
         put(s.dg, at, &all, 1);

@@ -7,7 +7,7 @@
 #include <algorithm>
 
 namespace {
-constexpr int64_t STRETCH = 64;  // tokens whose decays decide together whether states last
+constexpr int64_t STRETCH = 64;  // tokens of which one's decays say whether states last
 
 template <class T> struct Linear {
   typedef V<T> Vt;
@@ -46,15 +46,14 @@ template <class T> struct Linear {
   template <class F> ALWAYS_INLINE void row(int64_t first, int64_t stop, F body) const {
     each_vector<T>(s.d_state, first, stop, [=](int64_t i, int64_t n, int width) { body(i - first, n, width); });
   }
-  // Whether a state may be the sum of thousands of tokens, by the decays of some of the stretch's.
-  bool states_last(int64_t b, int64_t begin, int64_t end, int64_t first, int64_t stop) const {
+  // Whether a state may be the sum of thousands of tokens, by token t's decays.
+  bool states_last(int64_t b, int64_t t, int64_t first, int64_t stop) const {
     if (sizeof(T) == sizeof(double)) return false;
     VI<T> near_1{}, *all = &near_1;
-    for (int64_t t = begin; t < end; t += STRETCH / 2)
-      row(first, stop, [=, a = decay(b, t)](int64_t, int64_t n, int width) {
-        const Vt x = a(n, width), size = x < 0 ? -x : x;
-        *all |= (size > T(1 - 1.0 / 2048)) & (size <= 1);
-      });
+    row(first, stop, [=, a = decay(b, t)](int64_t, int64_t n, int width) {
+      const Vt x = a(n, width), size = x < 0 ? -x : x;
+      *all |= (size > T(1 - 1.0 / 2048)) & (size <= 1);
+    });
     for (int l = 0; l < L; l++)
       if (near_1[l]) return true;
     return false;
@@ -68,7 +67,7 @@ template <class T> struct Linear {
       bool last = false;
       for (int64_t t = 0; t < s.seqlen; t++) {
         const bool lasted = last;
-        if (t % STRETCH == 0) last = states_last(b, t, std::min(t + STRETCH, s.seqlen), first, stop);
+        if (t % STRETCH == 0) last = states_last(b, t, first, stop);
         if (last && !lasted)
           row(first, stop, [=](int64_t i, int64_t n, int width) { state[i] = in_double<T>(load<T>(before + n, width)); });
         T *h = at(s.h, b, t, s.d_state), *x = at(s.b, b, t, s.d_state);
@@ -107,7 +106,7 @@ template <class T> struct Linear {
       std::fill(cuts.begin(), cuts.end(), Vt{});
       for (int64_t t = T_ - 1; t >= 0; t--) {
         const bool lasted = last;
-        if (t == T_ - 1 || t % STRETCH == STRETCH - 1) last = states_last(b, t / STRETCH * STRETCH, t + 1, first, stop);
+        if (t == T_ - 1 || t % STRETCH == STRETCH - 1) last = states_last(b, t, first, stop);
         if (last && !lasted) row(first, stop, [=](int64_t i, int64_t, int) { wide[i] = in_double<T>(R[i]); });
         const bool opens = WINDOWED && t % W == 0, closes = t == T_ - 1 || (WINDOWED && t % W == W - 1);
         const bool joined = WINDOWED && !opens && (t / W + 1) * W < T_, own = t < owned, scalar = s.a_width == 1;

@@ -286,12 +286,13 @@ template <class T> struct Ssd {
   }
 
   static bool is_near_1(T decay) { return decay > T(0.5); }
-  // What rounding leaves of a head's state from block to block, if decays are near 1: the state is then a sum over many
-  // thousands of blocks. Else null.
+  // What rounding leaves of a head's state from block to block, if decays are so near 1 that the state is a sum over many
+  // blocks. Else null.
   T* rest_of(int64_t h, T decay, Work& w) const {
+    const bool lasts = decay > T(1 - 1.0 / 64);
     T* rest = w.rests + h * state_size();
-    if (w.has_rest[h] && !is_near_1(decay)) std::memset((void*)rest, 0, state_size() * sizeof(T));
-    w.has_rest[h] = is_near_1(decay);
+    if (w.has_rest[h] && !lasts) std::memset((void*)rest, 0, state_size() * sizeof(T));
+    w.has_rest[h] = lasts;
     return w.has_rest[h] ? rest : nullptr;
   }
   void clear_rests(Work& w) const {
