@@ -176,17 +176,16 @@ def test_decays_near_1_over_many_tokens(d_state: int, rate: float, backend: str)
     assert_same_digits(selective_scan_of, inputs, backend, 1e-5)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("decays", [1, 5])
 def test_a_linear_scan_with_decays_near_1(decays: int, backend: str) -> None:
     """Beside those that are not; what a token takes from the state is as small as its last digit."""
     generator = torch.Generator().manual_seed(0)
-    batch, seqlen = 2, 32_771
+    batch, seqlen = (1, 150) if INTERPRETED else (2, 32_771)
     rates = torch.tensor([1e-7, 0.0, 1e-4, 0.3, 1.0])[:decays]
     b = torch.randn(batch, seqlen, 5, generator=generator)
     inputs = [(1 - rates).expand(batch, seqlen, decays), b, 100 * b[:, 0]]
-    assert_same_digits(linear, inputs, backend, 1e-5 if backend == "triton" else 2e-7)
+    assert_same_digits(linear, inputs, backend, 2e-7)
 
 
 def delta_rule(
@@ -381,6 +380,6 @@ def test_under_the_interpreter() -> None:
         "no:cacheprovider",
         __file__,
         "-k",
-        "triton and (rms_norm or selective or chunks)",
+        "triton and (rms_norm or selective or chunks or linear)",
     )
     assert " passed" in said
