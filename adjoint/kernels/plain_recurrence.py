@@ -7,7 +7,6 @@ decays of exactly 1 and products that underflow are both harmless.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -206,9 +205,11 @@ def step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) ->
     return F.softplus(raw) if delta_softplus else raw
 
 
-def in_float64(operation: Callable[..., tuple[Any, ...]], *inputs: Any, **options: Any) -> tuple[Any, ...]:
+def in_float64(
+    operation: Callable[..., tuple[Tensor | None, ...]], *inputs: Tensor | int | None, **options: bool
+) -> tuple[Tensor | None, ...]:
     """Return what an operation makes of float32 inputs, computed in float64 and rounded."""
-    wide = [x.double() if torch.is_tensor(x) and x.dtype == torch.float32 else x for x in inputs]
+    wide = [x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in inputs]
     return tuple(x if x is None else x.float() for x in operation(*wide, **options))
 
 

@@ -21,7 +21,8 @@ def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, rese
     """Return all states of h_t = a_t h_{t-1} + b_t: b (batch, seqlen, d_state), a like b or
     (batch, seqlen, 1)."""
     if b.dtype == torch.float32:
-        return in_float64(lambda *x: (linear_scan_forward(*x),), a, b, initial_state, reset)[0]
+        first = None if initial_state is None else initial_state.double()
+        return linear_scan_forward(a.double(), b.double(), first, reset).float()
     return recurrence(zero_where(a, reset), b, initial_state, reset)
 
 
