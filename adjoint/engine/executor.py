@@ -105,8 +105,7 @@ class Executor(TileValues):
 
     Attributes:
         lowest_precision: the least precise dtype of parameters and computations.
-        total, losses: the summed loss of all chunks whose head this worker has, in float64 where there are
-            several, and that of each chunk.
+        losses: the summed loss of each chunk whose head this worker has.
         gradients: sums of parameters' gradients.
         head_gradients: sums of the head's gradients for a loss whose cotangent is not known yet, as if it
             were 1; None if there are none.
@@ -133,8 +132,8 @@ class Executor(TileValues):
         self.exchange, self.token_ranks = self.connections.exchange, self.connections.token_ranks
         self.transport = transport = self.connections.transport
         self.waits = transport is not None and transport.on_device
-        self.total: Tensor | None = None
-        self.loss_dtype = torch.float32
+        self._total: Tensor | None = None  # of several chunks' losses in float64
+        self._loss_dtype = torch.float32
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         # of one chunk's states in each segment, which has no loss: the last chunk that all segments recompute
@@ -183,10 +182,15 @@ class Executor(TileValues):
             self._scale_head_gradients(scale, is_last)
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
 
+    @property
+    def total(self) -> Tensor | None:
+        """The summed loss of all chunks whose head this worker has."""
+        return None if self._total is None else self._total.to(self._loss_dtype)
+
     def results(self) -> tuple[Tensor | None, list[State]]:
         """Return the summed loss, if any, and the final states, which are dropped: no backward needs them."""
         final, self.final = self.final, []
-        return None if self.total is None else self.total.to(self.loss_dtype), final
+        return self.total, final
 
     def begin_again(self, store: dict[Key, Any]) -> None:
         """Forget the sums of a backward, so that another one can begin from the values in `store`."""
@@ -397,8 +401,8 @@ class Executor(TileValues):
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Add the summed loss of chunk c."""
-        self.total = loss if self.total is None else self.total.double() + loss
-        self.loss_dtype = loss.dtype
+        self._total = loss if self._total is None else self._total.double() + loss
+        self._loss_dtype = loss.dtype
         self.losses[c] = loss
 
     def recompute(self, t: Tile) -> None:
