@@ -238,7 +238,7 @@ MUTATIONS: dict[str, Mutation] = {
     "scan-documents": Mutation(
         "a document's state does not reach the next in the SSD scan in C++",
         "kernels/cpu/ssd.cpp",
-        "k.is_first ? T(0) : w.decays.whole, k.is_first ? T(0) : w.decays.less_one, w.B",
+        "k.is_first ? T(0) : w.decays.whole, w.decays.less_one, w.B",
         "w.decays.whole, w.decays.less_one, w.B",
         "tests/kernels/test_operations.py -k ssd_scan-cpu",
     ),

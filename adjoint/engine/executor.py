@@ -105,7 +105,7 @@ class Executor(TileValues):
 
     Attributes:
         lowest_precision: the least precise dtype of parameters and computations.
-        total, losses: the summed loss of all chunks whose head this worker has, and that of each chunk.
+        losses: the summed loss of each chunk whose head this worker has.
         gradients: sums of parameters' gradients.
         head_gradients: sums of the head's gradients for a loss whose cotangent is not known yet, as if it
             were 1; None if there are none.
@@ -132,7 +132,8 @@ class Executor(TileValues):
         self.exchange, self.token_ranks = self.connections.exchange, self.connections.token_ranks
         self.transport = transport = self.connections.transport
         self.waits = transport is not None and transport.on_device
-        self.total: Tensor | None = None
+        self._total: Tensor | None = None  # of several chunks' losses in float64
+        self._loss_dtype = torch.float32
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
         # of one chunk's states in each segment, which has no loss: the last chunk that all segments recompute
@@ -184,6 +185,11 @@ class Executor(TileValues):
         if self.head_gradients is not None and scale is not None:
             self._scale_head_gradients(scale, is_last)
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)
+
+    @property
+    def total(self) -> Tensor | None:
+        """The summed loss of all chunks whose head this worker has."""
+        return None if self._total is None else self._total.to(self._loss_dtype)
 
     def results(self) -> tuple[Tensor | None, list[State]]:
         """Return the summed loss, if any, and the final states, which are dropped: no backward needs them."""
@@ -401,7 +407,8 @@ class Executor(TileValues):
 
     def add_loss(self, c: int, loss: Tensor) -> None:
         """Add the summed loss of chunk c."""
-        self.total = loss if self.total is None else self.total + loss
+        self._total = loss if self._total is None else self._total.double() + loss
+        self._loss_dtype = loss.dtype
         self.losses[c] = loss
 
     def recompute(self, t: Tile) -> None:

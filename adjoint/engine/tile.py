@@ -30,7 +30,8 @@ from adjoint.layers import Block, State
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
-MAX_COMPENSATED_NUMEL = 1 << 20  # a longer vector, such as many parameters in a row, is summed as a matrix
+MAX_COMPENSATED_NUMEL = 1 << 20  # of a tensor whose sum is compensated, which takes its memory again
+MAX_PLAIN_ADDITIONS = 4096  # chunks after which matrices' sums are compensated, too
 DTYPE = operator.attrgetter("dtype")  # of a tensor
 MANY_TERMS = 256  # a product that sums fewer terms per element is cheaper to recompute than to store
 
@@ -47,9 +48,9 @@ Pullback = Callable[[Tensor | None, Cotangents], tuple[Tensor | None, Cotangents
 class Gradients:
     """Sums of parameters' gradients over tiles, in float32 at least.
 
-    A bfloat16 sum over many chunks would lose the small ones. Vectors' sums are compensated for rounding
-    (Kahan 1965): they keep float32's digits over any number of chunks. For matrices it would take as much
-    memory again as the sums.
+    A bfloat16 sum over many chunks would lose the small ones. Sums of vectors, and after some thousand chunks
+    of small matrices, are compensated for rounding (Kahan 1965): they keep float32's digits over any number
+    of chunks. Large matrices' are not; they lose two digits in a hundred thousand chunks.
 
     Args:
         unlisted_leaves: tensors that tiles may reach without listing them, by default none.
@@ -60,7 +61,9 @@ class Gradients:
         self.arriving: collections.deque[tuple[Tensor, ArrivingGradient]] = collections.deque()
         self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
         self.room: dict[Tensor, Tensor] = {}
-        self.excess: dict[Tensor, Tensor] = {}  # what rounding has added to vectors' sums
+        self.excess: dict[Tensor, Tensor] = {}  # what rounding has added to compensated sums
+        self.counted: Tensor | None = None  # a parameter, and how often it was added to: about once per chunk
+        self.additions = 0
 
     def reserve(self, parameters: Iterable[Tensor]) -> None:
         """Allocate the sums of parameters on a CPU now.
@@ -83,11 +86,15 @@ class Gradients:
             self._wait_for_sum(parameter)
         total = self.sums.get(parameter)
         if total is not None:
-            if gradient.dim() > 1 or gradient.numel() > MAX_COMPENSATED_NUMEL:
+            if parameter is self.counted:
+                self.additions += 1
+            few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
+            if few or gradient.numel() > MAX_COMPENSATED_NUMEL:
                 total += gradient
             else:
-                self._add_vector(parameter, total, gradient)
+                self._add_compensated(parameter, total, gradient)
             return
+        self.counted = parameter if self.counted is None else self.counted
         self.excess.pop(parameter, None)
         if parameter in self.room:
             self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
@@ -127,12 +134,14 @@ class Gradients:
                 first[parameter] = gradient
             else:
                 self.add(parameter, gradient)
+        if first and self.counted is None:
+            self.counted = next(iter(first))
         self.sums |= copies_of(first, map(accumulate_dtype, map(DTYPE, first.values())))
         for same_class in pairs.values():  # one launch takes no tensors and DTensors together
             self._add_to_sums(same_class)
 
-    def _add_vector(self, parameter: Tensor, total: Tensor, gradient: Tensor) -> None:
-        """Add a vector to an existing sum, compensated."""
+    def _add_compensated(self, parameter: Tensor, total: Tensor, gradient: Tensor) -> None:
+        """Add a gradient to an existing sum, compensated."""
         term, excess = gradient.to(total.dtype), self.excess.get(parameter)
         term = term if excess is None else term - excess
         new_total = total + term
@@ -143,7 +152,10 @@ class Gradients:
         """Add (parameter, gradient) pairs of one class of tensors to existing sums."""
         plain, compensated, repeated = [], dict[Tensor, Tensor](), []
         for parameter, gradient in pairs:
-            if gradient.dim() > 1 or gradient.numel() > MAX_COMPENSATED_NUMEL:
+            if parameter is self.counted:
+                self.additions += 1
+            few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
+            if few or gradient.numel() > MAX_COMPENSATED_NUMEL:
                 plain.append((self.sums[parameter], gradient))
             elif parameter in compensated:
                 repeated.append((parameter, gradient))

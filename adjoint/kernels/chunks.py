@@ -69,12 +69,11 @@ class DecayedChunks:
             pairs = torch.cat([above, torch.cat([across, second], dim=-1)], dim=-2)
         return self.paired(pairs.squeeze(-3))
 
-    def set_system(self, system, exact):
-        """Set `system`, to exact() in float64 if an entry below the diagonal is above 1 (β above 1, keys that
-        repeat). There a token turns the sign of what the state has at its key, and a rounded product of keys
-        would stretch it a little each time, in the same direction."""
-        rounds = system.dtype == torch.float32 and bool((system.tril(-1).abs() > 1).any())
-        self.system = exact() if rounds else system
+    def lose_digits(self):
+        """Whether to compute in float64: an entry of `system` below the diagonal is above 1 (β above 1, keys
+        that repeat). There a token turns the sign of what the state has at its key: the state lasts, and a
+        rounded product of keys would stretch it a little each time, in the same direction."""
+        return self.system.dtype == torch.float32 and bool((self.system.tril(-1).abs() > 1).any())
 
     def decayed_gradients(self, d, a, b):
         """Return the gradients of a and b from d, the masked gradient of `decayed(a, b)`."""
@@ -144,10 +143,7 @@ class DecayedChunks:
         return self.mixed(self.same_document.to(x.dtype), x, transposed)
 
     def solved(self, right, transposed=False):
-        """Return the x with (1 + tril(`system`, −1)) x = right, or with the transposed matrix.
-
-        Its dtype is that of the system."""
-        right = right.to(self.system.dtype)
+        """Return the x with (1 + tril(`system`, −1)) x = right, or with the transposed matrix."""
 
         def solve(right, system):
             system = system.mT if transposed else system

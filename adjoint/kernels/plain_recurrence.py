@@ -6,6 +6,8 @@ at once, then the stretches' edges by the same rule. Nothing is divided and no r
 decays of exactly 1 and products that underflow are both harmless.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -201,6 +203,14 @@ def step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) ->
     """The discretisation step d = delta + delta_bias, through softplus if asked."""
     raw = delta if delta_bias is None else delta + delta_bias
     return F.softplus(raw) if delta_softplus else raw
+
+
+def in_float64(
+    operation: Callable[..., tuple[Tensor | None, ...]], *inputs: Tensor | int | None, **options: bool
+) -> tuple[Tensor | None, ...]:
+    """Return what an operation makes of float32 inputs, computed in float64 and rounded."""
+    wide = [x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in inputs]
+    return tuple(x if x is None else x.float() for x in operation(*wide, **options))
 
 
 class CompensatedSum:

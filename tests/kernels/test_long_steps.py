@@ -4,6 +4,7 @@ that a bfloat16 model carries from call to call."""
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.layers import mamba3
 from tests.kernels.helpers import INTERPRETED
 from tests.model_helpers import RECURRENT, current_gradients, gradients, make_ids, relative
 
@@ -21,13 +23,13 @@ pytestmark = [
 
 SIZES = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "vocab_size": 61}
 CHUNK = 4096
-# A dense mixer's A_proj has a gradient far smaller than its terms. Mamba-3's angles add up over all tokens:
-# of a token's two cotangents, which cancel, the rounding is left, and is summed over those behind.
-LIMITS = {"dense": 3e-4, "mamba3": 1e-3}
-# Of each kind of cache; the others of transformers' recurrent classes share their code.
+# One of each kind of recurrence: transformers' other classes with these share their code.
 CACHES = ["Mamba2ForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"]
 MORE_CACHES = ["MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM"]
 MORE_CACHES += ["Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "KimiLinearForCausalLM"]
+MORE_CACHES += ["ZambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM"]
+MORE_CACHES += ["NemotronHForCausalLM", "OlmoHybridForCausalLM", "BailingHybridForCausalLM"]
+MORE_CACHES += ["Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM"]
 
 
 def walk(tokens: int, vocab_size: int) -> Tensor:
@@ -35,21 +37,61 @@ def walk(tokens: int, vocab_size: int) -> Tensor:
     return make_ids(1, tokens, 3).cumsum(1) % vocab_size
 
 
-def assert_digits(single: dict[str, Tensor], double: dict[str, Tensor], limit: float = 1e-5) -> None:
+def errors_of(single: dict[str, Tensor], double: dict[str, Tensor]) -> dict[str, float]:
+    """Return how far each gradient in float32 is from that in float64."""
+    return {name: relative(single[name], double[name]) for name in double}
+
+
+def assert_digits(errors: dict[str, float], limits: dict[str, float] | None = None) -> None:
     """Raise AssertionError unless all gradients in float32 are those in float64."""
-    errors = {name: relative(single[name], double[name]) for name in double}
-    assert max(errors.values()) < limit, errors
+    limits = dict.fromkeys(errors, 1e-5) | (limits or {})
+    assert all(error < limits[name] for name, error in errors.items()), (errors, limits)
+
+
+def turn_signs_away(model: adjoint.Stack) -> None:
+    """Move a dense transition's entries away from 0, where the derivative of their absolute values jumps.
+
+    One entry that rounding moves across 0, of a million, moves A_proj's gradient by 7e-5."""
+    for parameter_name, bias in model.named_parameters():
+        if parameter_name.endswith("A_proj.bias"):
+            n = SIZES["d_state"]
+            signs = torch.ones(n, n, dtype=bias.dtype).tril() * 2 - 1
+            bias.data[n:] += 0.3 * signs.flatten()
+
+
+def errors_of_autograd(
+    model: adjoint.Stack, ids: Tensor, double: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    """Return a Mamba-3 model's errors by autograd: PyTorch's sums of angles, the reference of the scan."""
+
+    def cumulative_sum(a: Tensor, b: Tensor, initial_state: Tensor, seq_idx: None) -> Tensor:
+        return initial_state[:, None] + b.cumsum(1)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(mamba3, "linear_scan", cumulative_sum)
+        patches.setattr(mamba3, "ssd_scan", functools.partial(mamba3.ssd_scan, backend="reference"))
+        return errors_of(gradients(model, ids, ids, adjoint.Backprop())[1], double)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", RECURRENT)
-def test_a_step_of_a_stack(mixer: str) -> None:
-    """A sequence is trained by chunks."""
+def test_a_step_of_a_stack(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence is trained by chunks.
+
+    The terms of Mamba-3's gradient of dt_bias add up to some hundred times their sum. There the limit is
+    what autograd loses, too: 2e-5 to 1e-4 by one order of operations or another."""
     torch.manual_seed(0)
     model = adjoint.Stack(adjoint.StackConfig(mixer=mixer, **SIZES))
+    if mixer == "dense":
+        turn_signs_away(model)
     ids, method = walk(1 << 20 if mixer == "mamba2" else 1 << 16, 61), adjoint.Exact(chunk_size=CHUNK)
     double = gradients(copy.deepcopy(model).double(), ids, ids, method)[1]
-    assert_digits(gradients(model, ids, ids, method)[1], double, LIMITS.get(mixer, 1e-5))
+    errors, limits = errors_of(gradients(copy.deepcopy(model), ids, ids, method)[1], double), {}
+    if mixer == "mamba3":
+        by_autograd = errors_of_autograd(model, ids, double, monkeypatch)
+        steps = [name for name in errors if "dt_bias" in name]
+        limits = dict.fromkeys(steps, 4 * max(by_autograd[name] for name in steps))
+    assert_digits(errors, limits)
 
 
 @pytest.mark.slow
@@ -69,7 +111,7 @@ def test_a_step_of_a_wrapped_model(name: str, tokens: int) -> None:
 
     with hf.float64_throughout():
         expected = step(double)
-    assert_digits(step(single), expected)
+    assert_digits(errors_of(step(single), expected))
 
 
 def final_cache(name: str, chunk_size: int) -> Any:
@@ -81,19 +123,30 @@ def final_cache(name: str, chunk_size: int) -> Any:
     return out.cache_params if hasattr(out, "cache_params") else out.past_key_values
 
 
+def first_state(cache: Any) -> Tensor:
+    """Return the first recurrent state of a cache; n-grams' ids are none."""
+    states = (state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values())
+    return next(state for state in states if state.is_floating_point())
+
+
 @pytest.mark.parametrize(
     "name", [*CACHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CACHES)]
 )
 def test_a_bfloat16_model_carries_float32(name: str) -> None:
-    """The first layer's state after twelve chunks is that after one, to float32's digits."""
-    by_chunks, at_once = (final_cache(name, size).layers[0].recurrent_states[0] for size in (4, 64))
+    """The first recurrent state after twelve chunks is that after one, to float32's digits."""
+    by_chunks, at_once = (first_state(final_cache(name, size)) for size in (4, 64))
     assert by_chunks.dtype == torch.float32
     assert relative(by_chunks, at_once) < 1e-5
     assert relative(by_chunks.bfloat16(), by_chunks) > 1e-4
 
 
 @pytest.mark.slow
-def test_minimax_carries_bfloat16() -> None:
-    """transformers' own class keeps its state in the model's dtype, and rounds what it is given to that."""
-    cache = final_cache("MiniMaxForCausalLM", 4)
-    assert {state.dtype for state in cache.linear_cache if torch.is_tensor(state)} == {torch.bfloat16}
+@pytest.mark.parametrize("name", ["MiniMaxForCausalLM", "xLSTMForCausalLM"])
+def test_classes_that_carry_bfloat16(name: str) -> None:
+    """transformers' own caches keep these states in the model's dtype, and round what they are given."""
+    cache = final_cache(name, 4)
+    if name == "MiniMaxForCausalLM":
+        states = [state for state in cache.linear_cache if torch.is_tensor(state)]
+    else:
+        states = [state for layer in cache.rnn_state.values() for state in layer]
+    assert {state.dtype for state in states} == {torch.bfloat16}

@@ -14,11 +14,12 @@
 // overflow, nor the exponential of a difference, which rounds. A block is cut into pieces of 16 tokens; between two
 // pieces E_ij = exp(c_i - c_a) exp(c_a - c_j), a the last token before i's piece.
 //
-// Where an entry of L is above 1 (beta above 1, keys that repeat), L and the solves with it are in double: there a token
-// turns the sign of what the state has at its key, and a rounded k_i' k_j would stretch it a little each time.
+// Where an entry of L is above 1 (beta above 1, keys that repeat), the block is computed in double: there a token turns the
+// sign of what the state has at its key, and a rounded k_i' k_j would stretch it a little each time.
 //
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
+#include <memory>
 #include <type_traits>
 
 #include "delta_rules.h"
@@ -72,7 +73,7 @@ template <class T, class F> NEVER_INLINE void lower_product(Left<T> a, Matrix<T>
   });
 }
 // What becomes of a product's vectors: they are put into a matrix, or added to it.
-template <class T> auto put(Matrix<T> to) {
+template <class T> auto put_into(Matrix<T> to) {
   return [=](int64_t i, int64_t j, V<T> v) ALWAYS_INLINE_LAMBDA { store<T>(to.row(i) + j, v, Vec<T>::L); };
 }
 template <class T> auto add(Matrix<T> to) {
@@ -100,8 +101,10 @@ template <class T> ALWAYS_INLINE T dot(const T* a, const T* b, int64_t width) {
 
 template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   using Base = DeltaRule<T, DeltaArgs>;
-  using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::resets, Base::saved,
-      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write;
+  using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::resets, Base::saved_offset,
+      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write, Base::get, Base::put, Base::number,
+      Base::is_narrow;
+  template <class> friend class Delta;
   static constexpr int L = Vec<T>::L, WHOLE = L > 8 ? L : 8;  // tokens and channels come in such numbers
   const bool wide;
   int64_t rows = 0;  // the block's tokens in whole vectors
@@ -115,14 +118,17 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   T *entire, *part;                    // (K): 1 and exp(c_n) - 1 where exp(c_n) is near 1, else 0 and exp(c_n)
   T *beta, *dbeta, *own, *c, *c_low;   // (rows); c_low: what rounding leaves of c
   T *scale, *to_end;                   // (rows): since and until where they are all channels', else 1
-  std::vector<V<double>> in_double;    // memory of `low_in_double`
+  std::unique_ptr<Delta<double>> in_double;  // for blocks that float is too short for
+  std::vector<std::vector<T>> rests;   // of each of `states` what rounding has left, (K, W), or empty
+  int64_t turn = 0;                    // which of them is in hand
 
   int64_t needed() const {
     return 13 * BLOCK * K + 6 * BLOCK * W + 3 * K * W + (K + W) * BLOCK + 6 * BLOCK * BLOCK + 4 * K + 7 * BLOCK;
   }
 
  public:
-  Delta(const DeltaArgs& args, int64_t heads) : Base(args, WHOLE, WHOLE, BLOCK), wide(args.wide) {
+  Delta(const DeltaArgs& args, int64_t heads, bool narrow = false)
+      : Base(args, WHOLE, WHOLE, BLOCK, narrow), wide(args.wide), rests(heads) {
     this->allocate(needed() + heads * K * W);
     states = take(heads * K, W);
     for (auto m : {&q, &k, &since, &until, &step, &qe, &ke, &kl, &dq, &dk, &dw, &near, &far}) *m = take(BLOCK, K);
@@ -134,6 +140,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     for (auto m : {&P, &E, &A, &Low, &dP, &dA}) *m = take(BLOCK, BLOCK);
     for (auto p : {&whole, &at_end, &entire, &part}) *p = take(1, K).data;
     for (auto p : {&beta, &dbeta, &own, &c, &c_low, &scale, &to_end}) *p = take(1, BLOCK).data;
+    dS = go_to(0, 0);
   }
 
   // Heads [first, end), of one sequence, which take turns block by block: of a token's rows, which follow each other in
@@ -141,27 +148,29 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   void forward(int64_t first, int64_t end) {
     for (int64_t unit = first; unit < end; unit++) {
       S = go_to(unit, first);
+      rests[turn].clear();
       state_from(s.initial_state, S);
     }
     for (int64_t slot = 0; slot < slots; slot++)
       for (int64_t unit = first; unit < end; unit++) {
         S = go_to(unit, first);
-        if (s.checkpoints) state_to(saved(slot), S);
+        if (s.checkpoints) state_to(s.checkpoints, saved_offset(slot), S);
         for (t = slot * BLOCK; t < end_of(slot); t += n) {
           n = tokens(slot);
-          if (resets(t)) std::memset(S.data, 0, K * W * sizeof(T));
-          block_forward();
+          if (resets(t)) clear(S);
+          block<false>(S);
         }
       }
     for (int64_t unit = first; unit < end; unit++) {
       S = go_to(unit, first);
-      state_to((T*)s.final_state + state_offset(), S);
+      state_to(s.final_state, state_offset(), S);
     }
   }
 
   void backward(int64_t first, int64_t end) {
     for (int64_t unit = first; unit < end; unit++) {
       dS = go_to(unit, first);
+      rests[turn].clear();
       state_from(s.dfinal_state, dS);
     }
     for (int64_t slot = slots - 1; slot >= 0; slot--) {
@@ -175,15 +184,15 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
           const bool fresh = resets(t);
           // only a slot's first block goes on from a state; the others begin documents
           if (fresh) std::memset(S.data, 0, K * W * sizeof(T));
-          else get_state(saved(slot), S);
-          block_backward();
-          if (fresh) std::memset(dS.data, 0, K * W * sizeof(T));
+          else get_state(s.checkpoints, saved_offset(slot), S);
+          block<true>(dS);
+          if (fresh) clear(dS);
         }
       }
     }
     for (int64_t unit = first; unit < end; unit++) {
       dS = go_to(unit, first);
-      state_to((T*)s.dinitial_state + state_offset(), dS);
+      state_to(s.dinitial_state, state_offset(), dS);
     }
   }
 
@@ -191,7 +200,12 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   // The state that goes from one of the head's blocks to the next.
   Matrix<T> go_to(int64_t unit, int64_t first) {
     Base::go_to(unit);
-    return {states.row((unit - first) * K), W};
+    turn = unit - first;
+    return {states.row(turn * K), W};
+  }
+  void clear(Matrix<T> state) {
+    std::memset(state.data, 0, K * W * sizeof(T));
+    rests[turn].clear();
   }
   int64_t end_of(int64_t slot) const { return (slot + 1) * BLOCK < s.seqlen ? (slot + 1) * BLOCK : s.seqlen; }
   int64_t tokens(int64_t slot) const {  // of the block that begins at t
@@ -211,15 +225,16 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     for (int64_t i = 0; i < rows; i++) {
       const int64_t at = (b * s.seqlen + t + i) * s.nheads + h;
       const bool decays = i < n && !(i == 0 && resets(t));  // where a document begins nothing decays
-      beta[i] = i < n ? ((const T*)s.beta)[at] : 0;
+      beta[i] = i < n ? number(s.beta, at) : 0;
       if (!wide) {
-        if (decays) sum += ((const T*)s.g)[at];
+        if (decays) sum += number(s.g, at);
         c[i] = T(sum), c_low[i] = T(sum - double(c[i]));
         continue;
       }
       scale[i] = 1;
       std::memset(step.row(i), 0, K * sizeof(T));
-      if (decays) std::memcpy(step.row(i), (const T*)s.g + at * s.d_k, s.d_k * sizeof(T));
+      if (decays && is_narrow()) get(s.g, at * s.d_k, step.row(i), s.d_k);
+      else if (decays) std::memcpy(step.row(i), (const T*)s.g + at * s.d_k, s.d_k * sizeof(T));
       for (int64_t x = 0; x < K; x += L) {
         const V<T> g = load<T>(step.row(i) + x, L);
         store<T>(part + x, (i ? load<T>(part + x, L) : V<T>{}) + g, L);
@@ -262,6 +277,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   }
   // Starts to fetch a vector of the next head, which would otherwise be waited for: a product's inputs are all in caches.
   ALWAYS_INLINE void fetch_next_head(const TokenRows& from, int64_t width, int64_t i, int64_t j) const {
+    if (is_narrow()) return;
     __builtin_prefetch((const T*)from.data + b * from.batch_stride + (t + i) * from.time_stride + (h + 1) * width + j);
   }
   // Rows before `end`: by how much each token's channels decay until the last one of them.
@@ -320,8 +336,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
           multiply_row(dq.row(i), q.row(i), near.row(i), K);
           multiply_row(dk.row(i), k.row(i), near.row(i), K);
         }
-        product(left(dq.from(begin)), kT, end - begin, K, put(P.from(begin)));
-        product(left(dk.from(begin)), kT, end - begin, K, put(A.from(begin)));
+        product(left(dq.from(begin)), kT, end - begin, K, put_into(P.from(begin)));
+        product(left(dk.from(begin)), kT, end - begin, K, put_into(A.from(begin)));
       }
       for (int64_t j = begin; j < end; j++) {
         T* decayed = dw.row(j);
@@ -341,57 +357,33 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       }
     }
   }
-  // P, A, L, and N of (I + L) N = diag(beta) r.
-  void solve() {
-    if (wide) {
-      wide_pairs();
-      for (int64_t i = 0; i < rows; i++) scale_row(Low.row(i), A.row(i), rows, beta[i]);
-    } else
-      pairs();
-    product(left(wide ? ke : k), S, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      const V<T> written = load<T>(v.row(i) + j, L) - scale[i] * x;
-      store<T>(r.row(i) + j, written, L);
-      store<T>(N.row(i) + j, beta[i] * written, L);
-      fetch_next_head(s.k, s.d_k, i, j);
-      fetch_next_head(s.v, s.d_v, i, j);
-    });
-    solve_with_low(N, [this](auto low, auto n) {
-      if constexpr (sizeof(n.data[0]) > sizeof(T)) this->read_in_double(n);
-      solve_lower(low, n, rows, [this](int64_t i, int64_t j) ALWAYS_INLINE_LAMBDA { fetch_next_head(s.q, s.d_k, i, j); });
-    });
-  }
-  // solve(L, right sides) in place: in double if an entry of L is above 1.
-  template <class F> void solve_with_low(Matrix<T> right, F solve) {
+  // A block, whose state or its cotangent goes on; in double if an entry of L is above 1.
+  template <bool BACKWARD> void block(Matrix<T> state) {
+    read();
+    find_pairs();
     if constexpr (sizeof(T) < sizeof(double))
       if (above_1()) {
-        Matrix<double> low = low_in_double(), wide_right{low.row(rows), W};
-        for (int64_t i = 0; i < rows * W; i++) wide_right.data[i] = right.data[i];
-        solve(low, wide_right);
-        for (int64_t i = 0; i < rows * W; i++) right.data[i] = T(wide_right.data[i]);
+        if (!in_double) in_double.reset(new Delta<double>(s, 1, true));
+        Delta<double>& d = *in_double;
+        d.b = b, d.h = h, d.t = t, d.n = n;
+        if (BACKWARD) this->widen(S, nullptr, d.S, s.d_k, s.d_v);
+        const Matrix<double> goes_on = BACKWARD ? d.dS : d.S;
+        std::vector<T>& rest = rests[turn];
+        this->widen(state, rest.empty() ? nullptr : rest.data(), goes_on, s.d_k, s.d_v);
+        d.template block<BACKWARD>(goes_on);
+        rest.resize(K * W);
+        this->split(goes_on, state, rest.data(), s.d_k, s.d_v);
         return;
       }
-    solve(Low, right);
+    solve();
+    BACKWARD ? block_backward() : block_forward();
+    rests[turn].clear();
   }
-  void add_requested() {  // to dN, by the state after the block
-    product(left(kl), dS, rows, K, [this](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
-      store<T>(dN.row(i) + j, load<T>(dN.row(i) + j, L) + x, L);
-      fetch_next_head(s.d_o, s.d_v, i, j);
-    });
-  }
-  void add_requested_in_double(Matrix<double> right) const {
-    for (int64_t i = 0; i < rows; i++) add_in_double(right.row(i), kl.row(i), dS);
-  }
-  void read_in_double(Matrix<double> right) const {  // diag(beta) r
-    for (int64_t i = 0; i < rows; i++) {
-      double* to = right.row(i);
-      for (int64_t j = 0; j < W; j++) to[j] = 0;
-      add_in_double(to, (wide ? ke : k).row(i), S);
-      for (int64_t j = 0; j < W; j++) to[j] = beta[i] * (v.row(i)[j] - scale[i] * to[j]);
-    }
-  }
-  void add_in_double(double* to, const T* key, Matrix<T> state) const {
-    for (int64_t x = 0; x < K; x++)
-      for (int64_t j = 0; j < W; j++) to[j] += double(key[x]) * state.row(x)[j];
+  // P, A and L.
+  void find_pairs() {
+    if (!wide) return pairs();
+    wide_pairs();
+    for (int64_t i = 0; i < rows; i++) scale_row(Low.row(i), A.row(i), rows, beta[i]);
   }
   bool above_1() const {
     VI<T> above{};
@@ -404,72 +396,62 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       if (above[x]) return true;
     return false;
   }
-  // L, whose products and decays are rounded to double; place for right sides behind it.
-  Matrix<double> low_in_double() {
-    constexpr int64_t D = Vec<double>::L;
-    in_double.resize((K + rows * rows + rows * W) / D);
-    double* const decayed = (double*)in_double.data();
-    Matrix<double> low{decayed + K, rows};
-    std::memset(low.data, 0, rows * rows * sizeof(double));
-    for (int64_t j = 0; j < n; j++) {
-      for (int64_t x = 0; x < K; x++) decayed[x] = k.row(j)[x];
-      for (int64_t i = j + 1; i < n; i++) {
-        double sum[D] = {};
-        for (int64_t x = 0; x < K; x += D)
-          for (int64_t y = x; y < x + D; y++) {
-            if (wide) decayed[y] *= step.row(i)[y];
-            sum[y - x] += decayed[y] * k.row(i)[y];
-          }
-        double all = 0;
-        for (double x : sum) all += x;
-        low.row(i)[j] = all * beta[i] * (wide ? T(1) : E.row(i)[j]);
-      }
-    }
-    return low;
+  // N of (I + L) N = diag(beta) r.
+  void solve() {
+    product(left(wide ? ke : k), S, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      const V<T> written = load<T>(v.row(i) + j, L) - scale[i] * x;
+      store<T>(r.row(i) + j, written, L);
+      store<T>(N.row(i) + j, beta[i] * written, L);
+      fetch_next_head(s.k, s.d_k, i, j);
+      fetch_next_head(s.v, s.d_v, i, j);
+    });
+    solve_lower([this](int64_t i, int64_t j) ALWAYS_INLINE_LAMBDA { fetch_next_head(s.q, s.d_k, i, j); });
   }
-  // (I + L) x = right or (I + L)' x = right, in place; use(row, column) with each vector of the first.
-  template <class U, class F> static NEVER_INLINE void solve_lower(Matrix<U> low, Matrix<U> right, int64_t rows, F use) {
-    in_tiles<U>(rows, right.width / Vec<U>::L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
+  // (I + L) N = right in N's place; use(row, column) with each vector.
+  template <class F> NEVER_INLINE void solve_lower(F use) {
+    const Matrix<T> low = Low, right = N;
+    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
       constexpr int R = TILE_ROWS<decltype(sum)>;
-      add_columns<U>(sum, left(low), right, i, v, 0, i);
+      add_columns<T>(sum, left(low), right, i, v, 0, i);
 #pragma GCC unroll 8
       for (int x = 0; x < R; x++) {
-        subtract_from<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+        subtract_from(right.row(i + x) + v * L, sum[x]);
 #pragma GCC unroll 8
-        for (int y = 0; y < x; y++) subtract<U>(sum[x], low.row(i + x)[i + y], sum[y]);
-        store_row<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
-        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) use(i + x, (v + y) * Vec<U>::L);
+        for (int y = 0; y < x; y++) subtract(sum[x], low.row(i + x)[i + y], sum[y]);
+        store_row(right.row(i + x) + v * L, sum[x]);
+        for (int y = 0; y < TILE_VECTORS<decltype(sum)>; y++) use(i + x, (v + y) * L);
       }
     });
   }
-  template <class U> static NEVER_INLINE void solve_transposed(Matrix<U> low, Matrix<U> right, int64_t rows) {
-    in_tiles<U>(rows, right.width / Vec<U>::L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
+  // (I + L)' dR = dN, in dN's place.
+  NEVER_INLINE void solve_transposed() {
+    const Matrix<T> low = Low, right = dN;
+    const int64_t rows = this->rows;
+    in_tiles<T>(rows, W / L, [&](auto& sum, int64_t after, int64_t v) ALWAYS_INLINE_LAMBDA {
       constexpr int R = TILE_ROWS<decltype(sum)>;
       const int64_t end = rows - after, i = end - R;  // from the last rows to the first
-      add_columns<U>(sum, left(low, true), right, i, v, end, rows);
+      add_columns<T>(sum, left(low, true), right, i, v, end, rows);
 #pragma GCC unroll 8
       for (int x = R - 1; x >= 0; x--) {
-        subtract_from<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+        subtract_from(right.row(i + x) + v * L, sum[x]);
 #pragma GCC unroll 8
-        for (int y = R - 1; y > x; y--) subtract<U>(sum[x], low.row(i + y)[i + x], sum[y]);
-        store_row<U>(right.row(i + x) + v * Vec<U>::L, sum[x]);
+        for (int y = R - 1; y > x; y--) subtract(sum[x], low.row(i + y)[i + x], sum[y]);
+        store_row(right.row(i + x) + v * L, sum[x]);
       }
     });
   }
   // A row of a tile becomes what is at `from` minus it; loses a factor times another row; is stored.
-  template <class U, int C> static ALWAYS_INLINE void subtract_from(const U* from, V<U> (&row)[C]) {
-    for (int x = 0; x < C; x++) row[x] = load<U>(from + x * Vec<U>::L, Vec<U>::L) - row[x];
+  template <int C> static ALWAYS_INLINE void subtract_from(const T* from, V<T> (&row)[C]) {
+    for (int x = 0; x < C; x++) row[x] = load<T>(from + x * L, L) - row[x];
   }
-  template <class U, int C> static ALWAYS_INLINE void subtract(V<U> (&row)[C], U factor, const V<U> (&other)[C]) {
+  template <int C> static ALWAYS_INLINE void subtract(V<T> (&row)[C], T factor, const V<T> (&other)[C]) {
     for (int x = 0; x < C; x++) row[x] -= factor * other[x];
   }
-  template <class U, int C> static ALWAYS_INLINE void store_row(U* to, const V<U> (&row)[C]) {
-    for (int x = 0; x < C; x++) store<U>(to + x * Vec<U>::L, row[x], Vec<U>::L);
+  template <int C> static ALWAYS_INLINE void store_row(T* to, const V<T> (&row)[C]) {
+    for (int x = 0; x < C; x++) store<T>(to + x * L, row[x], L);
   }
 
   void block_forward() {
-    read();
-    solve();
     product(left(wide ? qe : q), S, rows, K, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
       store<T>(o.row(i) + j, scale[i] * x, L);
     });
@@ -480,9 +462,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
   // Three gradients of keys are kept apart: dk of what reads, dw of what writes, and own, a token with itself. With
   // dq and dk goes exp(c_i), with dw exp(-c_j): from their products with q and k come the decays' gradients.
   void block_backward() {
-    read();
     read_rows(s.d_o, s.d_v, d_o);
-    solve();
     if (!wide)
       for (int64_t i = 0; i < rows; i++) {
         scale_row(qe.row(i), q.row(i), K, scale[i]);
@@ -491,15 +471,15 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     transposed(S, ST, K);
     transposed(dS, dST, K);
     transposed(N, NT, rows);
-    lower_product(left(d_o), NT, rows, W, put(dP));
+    lower_product(left(d_o), NT, rows, W, put_into(dP));
     // dN = P' d_o + kl dS, then (I + L)' dR = dN, in place
-    product<UPPER>(left(P, true), d_o, rows, rows, put(dN));
-    solve_with_low(dN, [this](auto low, auto right) {
-      if constexpr (sizeof(right.data[0]) > sizeof(T)) this->add_requested_in_double(right);
-      else this->add_requested();
-      solve_transposed(low, right, rows);
+    product<UPPER>(left(P, true), d_o, rows, rows, put_into(dN));
+    product(left(kl), dS, rows, K, [this](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
+      store<T>(dN.row(i) + j, load<T>(dN.row(i) + j, L) + x, L);
+      fetch_next_head(s.d_o, s.d_v, i, j);
     });
-    lower_product(left(dN), NT, rows, W, put(dA));  // with the other sign
+    solve_transposed();
+    lower_product(left(dN), NT, rows, W, put_into(dA));  // with the other sign
     for (int64_t i = 0; i < K; i++) at_end[i] = whole[i] * dot(S.row(i), dS.row(i), W);
     // the written values' way into the next state
     product(left(N), dST, rows, W, [&](int64_t i, int64_t j, V<T> x) ALWAYS_INLINE_LAMBDA {
@@ -551,8 +531,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       if (begin) {
         cross(begin);
         for (int64_t j = 0; j < begin; j++) multiply_row(kl.row(j), k.row(j), far.row(j), K);
-        product(left(dP.from(begin)), kl, end - begin, begin, put(qe.from(begin)));
-        product(left(dA.from(begin)), kl, end - begin, begin, put(ke.from(begin)));
+        product(left(dP.from(begin)), kl, end - begin, begin, put_into(qe.from(begin)));
+        product(left(dA.from(begin)), kl, end - begin, begin, put_into(ke.from(begin)));
         for (int64_t i = begin; i < end; i++)
           for (int64_t x = 0; x < K; x += L) {
             const V<T> e = load<T>(near.row(i) + x, L);
@@ -561,7 +541,7 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
             store<T>(qe.row(i) + x, e * load<T>(q.row(i) + x, L), L);
             store<T>(ke.row(i) + x, e * load<T>(k.row(i) + x, L), L);
           }
-        product(left(dP.from(begin), true), qe.from(begin), begin, end - begin, put(kl));
+        product(left(dP.from(begin), true), qe.from(begin), begin, end - begin, put_into(kl));
         product(left(dA.from(begin), true), ke.from(begin), begin, end - begin, add(kl));
         for (int64_t j = 0; j < begin; j++)
           for (int64_t x = 0; x < K; x += L)
@@ -601,12 +581,15 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
       }
       const int64_t at = (b * s.seqlen + t + i) * s.nheads + h;
       const bool fresh = i == 0 && resets(t);
-      ((T*)s.dbeta)[at] = dbeta[i];
+      put(s.dbeta, at, dbeta + i, 1);
       if (wide) {
-        T* to = (T*)s.dg + at * s.d_k;
-        if (fresh) std::memset(to, 0, s.d_k * sizeof(T));
-        else std::memcpy(to, sum, s.d_k * sizeof(T));
-      } else ((T*)s.dg)[at] = fresh ? 0 : row_sum(sum);
+        if (fresh) std::memset(sum, 0, K * sizeof(T));
+        if (is_narrow()) put(s.dg, at * s.d_k, sum, s.d_k);
+        else std::memcpy((T*)s.dg + at * s.d_k, sum, s.d_k * sizeof(T));
+      } else {
+        const T all = fresh ? 0 : row_sum(sum);
+        put(s.dg, at, &all, 1);
+      }
     }
   }
   T row_sum(const T* row) const {

@@ -14,6 +14,11 @@
 // The first line sums over rows, the second one over columns, which would be sums inside of vectors. With u and du known
 // from strips of columns, the rows do not depend on each other either: a second walk has S and D transposed, in strips of
 // rows. So each pass is sums of whole vectors, and D is carried from segment to segment in both layouts.
+//
+// In float each token would round the state. A state that lasts for thousands of tokens, as decays are near 1 or a'b is below
+// -1 and turns the sign of what is read, has its segments computed in double.
+#include <memory>
+
 #include "delta_rules.h"
 
 struct DplrArgs {
@@ -49,16 +54,20 @@ template <class T, int C> struct Strip {
 
 template <class T> class Dplr : DeltaRule<T, DplrArgs> {
   using Base = DeltaRule<T, DplrArgs>;
-  using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::saved,
-      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write;
+  using Base::s, Base::K, Base::W, Base::slots, Base::b, Base::h, Base::t, Base::n, Base::take, Base::saved_offset,
+      Base::state_offset, Base::state_from, Base::get_state, Base::state_to, Base::write, Base::number;
+  template <class> friend class Dplr;
   static constexpr int L = Vec<T>::L;
   Matrix<T> q, k, a, w, e, dq, dk, da, dw, dg, v, d_o, u, du, o, dv;  // the segment's tokens; w: the operation's b; e: exp(g)
   Matrix<T> S, D, DT;                                       // (K, W), (K, W), (W, K)
   Matrix<T> before;                                         // a strip of rows before each token, and the last, transposed
+  const bool is_backward;
+  std::unique_ptr<Dplr<double>> in_double;                  // for segments that float is too short for
+  std::vector<T> rest, rest_transposed;                     // what rounding has left of S or D, and of DT; or empty
 
  public:
-  Dplr(const DplrArgs& args, bool backward)
-      : Base(args, ROWS * L, COLUMNS * L, SEGMENT) {
+  Dplr(const DplrArgs& args, bool backward, bool narrow = false)
+      : Base(args, ROWS * L, COLUMNS * L, SEGMENT, narrow), is_backward(backward) {
     const int64_t strip = ROWS * L, states = backward ? 3 * K * W + (SEGMENT + 1) * s.d_v * strip : K * W;
     this->allocate(10 * SEGMENT * K + 6 * SEGMENT * W + states);
     for (auto m : {&q, &k, &a, &w, &e, &dq, &dk, &da, &dw, &dg}) *m = take(SEGMENT, K);
@@ -71,45 +80,88 @@ template <class T> class Dplr : DeltaRule<T, DplrArgs> {
   }
 
   void forward(int64_t unit) {
-    this->go_to(unit);
+    go_to(unit);
     state_from(s.initial_state, S);
     for (int64_t slot = 0; slot < slots; slot++) {
-      if (s.checkpoints) state_to(saved(slot), S);
-      read(slot);
-      for (int64_t x = 0; x < W; x += COLUMNS * L) walk<true>(x);
-      write(s.o, s.d_v, o);
+      if (s.checkpoints) state_to(s.checkpoints, saved_offset(slot), S);
+      segment(slot);
     }
-    state_to((T*)s.final_state + state_offset(), S);
+    state_to(s.final_state, state_offset(), S);
   }
 
   void backward(int64_t unit) {
-    this->go_to(unit);
+    go_to(unit);
     state_from(s.dfinal_state, D);
     transposed(D, DT);
-    for (int64_t slot = slots - 1; slot >= 0; slot--) {
-      read(slot);
-      read_rows(s.d_o, s.d_v, d_o);
-      get_state(saved(slot), S);
-      for (int64_t x = 0; x < W; x += COLUMNS * L) {
-        walk<false>(x);
-        walk_back(x);
-      }
-      for (int64_t x = 0; x < K; x += ROWS * L) {
-        walk_rows(saved(slot), x);
-        walk_rows_back(x);
-      }
-      write(s.dv, s.d_v, dv);
-      write(s.dq, s.d_k, dq);
-      write(s.dk, s.d_k, dk);
-      write(s.da, s.d_k, da);
-      write(s.db, s.d_k, dw);
-      write(s.dg, s.d_k, dg);
-    }
-    state_to((T*)s.dinitial_state + state_offset(), D);
+    for (int64_t slot = slots - 1; slot >= 0; slot--) segment(slot);
+    state_to(s.dinitial_state, state_offset(), D);
   }
 
  private:
+  void go_to(int64_t unit) {
+    Base::go_to(unit);
+    rest.clear(), rest_transposed.clear();
+  }
   bool resets(int64_t i) const { return Base::resets(t + i); }
+  void segment(int64_t slot) {
+    read(slot);
+    if constexpr (sizeof(T) < sizeof(double))
+      if (states_last()) return segment_in_double(slot);
+    rest.clear(), rest_transposed.clear();
+    if (is_backward) return segment_backward(slot);
+    for (int64_t x = 0; x < W; x += COLUMNS * L) walk<true>(x);
+    write(s.o, s.d_v, o);
+  }
+  void segment_in_double(int64_t slot) {
+    if (!in_double) in_double.reset(new Dplr<double>(s, is_backward, true));
+    Dplr<double>& d = *in_double;
+    d.b = b, d.h = h;
+    const auto own = [](std::vector<T>& rest) { return rest.empty() ? nullptr : rest.data(); };
+    const Matrix<T> state = is_backward ? D : S;
+    const Matrix<double> wide = is_backward ? d.D : d.S;
+    this->widen(state, own(rest), wide, s.d_k, s.d_v);
+    if (is_backward) this->widen(DT, own(rest_transposed), d.DT, s.d_v, s.d_k);
+    d.segment(slot);
+    rest.resize(K * W);
+    this->split(wide, state, rest.data(), s.d_k, s.d_v);
+    if (!is_backward) return;
+    rest_transposed.resize(K * W);
+    this->split(d.DT, DT, rest_transposed.data(), s.d_v, s.d_k);
+  }
+  // Whether a channel's decay is so near 1, or a'b so far below -1, that rounding adds up; by four of the segment's tokens.
+  bool states_last() const {
+    const int64_t at[] = {0, n / 4, n / 2, n * 3 / 4};
+    for (int64_t x = 0; x < s.d_k; x += L) {
+      V<T> sum{};
+      for (int64_t i : at) sum += load<T>(e.row(i) + x, L);
+      for (int64_t l = 0; l < L && x + l < s.d_k; l++)
+        if (sum[l] > T(4 - 4.0 / 2048)) return true;
+    }
+    for (int64_t i : at) {
+      V<T> sum{};
+      for (int64_t x = 0; x < K; x += L) sum += load<T>(a.row(i) + x, L) * load<T>(w.row(i) + x, L);
+      if (lane_sum(sum) < -1) return true;
+    }
+    return false;
+  }
+  void segment_backward(int64_t slot) {
+    read_rows(s.d_o, s.d_v, d_o);
+    get_state(s.checkpoints, saved_offset(slot), S);
+    for (int64_t x = 0; x < W; x += COLUMNS * L) {
+      walk<false>(x);
+      walk_back(x);
+    }
+    for (int64_t x = 0; x < K; x += ROWS * L) {
+      walk_rows(saved_offset(slot), x);
+      walk_rows_back(x);
+    }
+    write(s.dv, s.d_v, dv);
+    write(s.dq, s.d_k, dq);
+    write(s.dk, s.d_k, dk);
+    write(s.da, s.d_k, da);
+    write(s.db, s.d_k, dw);
+    write(s.dg, s.d_k, dg);
+  }
   void transposed(Matrix<T> from, Matrix<T> to) const {
     for (int64_t i = 0; i < K; i++)
       for (int64_t j = 0; j < W; j++) to.row(j)[i] = from.row(i)[j];
@@ -203,12 +255,12 @@ template <class T> class Dplr : DeltaRule<T, DplrArgs> {
   }
 
   // S's rows from x on through the segment, all kept in `before`: dq and da.
-  __attribute__((noinline)) void walk_rows(const T* state, int64_t x) {
+  __attribute__((noinline)) void walk_rows(int64_t state, int64_t x) {
     typedef Strip<T, ROWS> Rows;
     const int64_t width = s.d_k - x < ROWS * L ? s.d_k - x : ROWS * L;
     if (width < ROWS * L) clear(before, s.d_v, 0, ROWS * L);
     for (int64_t l = 0; l < width; l++)
-      for (int64_t j = 0; j < s.d_v; j++) before.row(j)[l] = state[(x + l) * s.d_v + j];
+      for (int64_t j = 0; j < s.d_v; j++) before.row(j)[l] = number(s.checkpoints, state + (x + l) * s.d_v + j);
     for (int64_t i = 0; i < n; i++) {
       T* at = before.row(i * s.d_v);
       if (resets(i)) std::memset(at, 0, s.d_v * ROWS * L * sizeof(T));

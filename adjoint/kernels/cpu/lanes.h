@@ -42,22 +42,26 @@ template <class T> using VI = typename Vec<T>::I;
 
 template <class T> ALWAYS_INLINE V<T> splat(T x) { return x - V<T>{}; }
 
-// a x + y, rounded as if once: a product rounded by itself, a being close to 1, would be rounded the same way at each token.
-// Which product of a sum the compiler does not round is its choice.
-template <class T> ALWAYS_INLINE V<T> fused(V<T> a, V<T> x, V<T> y) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) return (V<T>)_mm512_fmadd_ps((__m512)a, (__m512)x, (__m512)y);
-  else return (V<T>)_mm512_fmadd_pd((__m512d)a, (__m512d)x, (__m512d)y);
-#elif defined(__FMA__)
-  if constexpr (sizeof(T) == 4) return (V<T>)_mm256_fmadd_ps((__m256)a, (__m256)x, (__m256)y);
-  else return (V<T>)_mm256_fmadd_pd((__m256d)a, (__m256d)x, (__m256d)y);
-#elif defined(__aarch64__)
-  return a * x + y;
-#else
-  const auto near_1 = (a > T(0.5)) & (a < T(2));
-  const V<T> less = (near_1 ? a - 1 : a) * x + y;
-  return near_1 ? x + less : less;
-#endif
+// A vector's numbers in double, and back.
+template <class T> struct InDouble {
+  static constexpr int PARTS = sizeof(double) / sizeof(T);
+  V<double> part[PARTS];
+};
+template <class T> ALWAYS_INLINE InDouble<T> in_double(V<T> x) {
+  typedef T Part __attribute__((vector_size(VECTOR_BYTES / InDouble<T>::PARTS)));
+  Part parts[InDouble<T>::PARTS];
+  InDouble<T> wide;
+  std::memcpy(parts, &x, VECTOR_BYTES);
+  for (int i = 0; i < InDouble<T>::PARTS; i++) wide.part[i] = __builtin_convertvector(parts[i], V<double>);
+  return wide;
+}
+template <class T> ALWAYS_INLINE V<T> rounded(const InDouble<T>& wide) {
+  typedef T Part __attribute__((vector_size(VECTOR_BYTES / InDouble<T>::PARTS)));
+  Part parts[InDouble<T>::PARTS];
+  V<T> x;
+  for (int i = 0; i < InDouble<T>::PARTS; i++) parts[i] = __builtin_convertvector(wide.part[i], Part);
+  std::memcpy(&x, parts, VECTOR_BYTES);
+  return x;
 }
 
 // Channels past `width` (the tail of d_inner) read as zero and are never written.

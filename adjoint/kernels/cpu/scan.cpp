@@ -181,14 +181,16 @@ template <class T, bool SSD> struct Scan {
     main = splat<T>(decay > T(0.5) ? T(1) : decay), rest = splat<T>(decay > T(0.5) ? decay - 1 : T(0));
   }
   // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
-  // each token's decays and states. EXACT: Mamba-1's decays in two parts, both of which are left.
+  // each token's decays and states; else the last states are left, and what rounding has left of them in `rounded_off`.
+  // EXACT: Mamba-1's decays in two parts, both of which are left.
   template <int NS, bool KEEPS, bool ADDS_Y, bool EXACT>
   NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
-                               Vt* state, Vt* kept) const {
+                               Vt* state, Vt* kept, Vt* rounded_off) const {
     const int64_t begin = segment * K, end = segment_end(segment);
     const T *B = states(s.B, b, begin, k) + n0, *C = states(s.C, b, begin, k) + n0;
     Vt now[NS], low[NS] = {}, rate[NS];
     for (int n = 0; n < NS; n++) now[n] = state[n], rate[n] = SSD ? Vt{} : A2[n];
+    if (EXACT && !KEEPS) for (int n = 0; n < NS; n++) low[n] = rounded_off[n];
     if (KEEPS) for (int n = 0; n < NS; n++) kept[n] = now[n];
     for (int64_t t = begin; t < end; t++, x++, B += s.B.time_stride, C += s.C.time_stride) {
       if (x->dropped) for (int n = 0; n < NS; n++) now[n] = low[n] = Vt{};
@@ -213,12 +215,12 @@ template <class T, bool SSD> struct Scan {
       if (ADDS_Y) x->y = y;
       if (KEEPS) kept += (2 + EXACT) * NS;
     }
-    if (!KEEPS) for (int n = 0; n < NS; n++) state[n] = now[n];
+    if (!KEEPS) for (int n = 0; n < NS; n++) state[n] = now[n], rounded_off[n] = low[n];
   }
 
   // ------------------------------------------------------------------------------------------- forward
   void forward(int64_t thread) const {
-    std::vector<Vt> state(blocks * N), A2(blocks * N);
+    std::vector<Vt> state(blocks * N), rounded_off(blocks * N), A2(blocks * N);
     std::vector<Token> tokens(BATCH * K);
     each_row(thread, [&](int64_t b, int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
@@ -226,20 +228,21 @@ template <class T, bool SSD> struct Scan {
         if (!SSD) gather(s.A, &A2[i * N], 0, k, T(LOG2E));
         if (s.initial_state) gather(s.initial_state, &state[i * N], b, k, T(1));
         else for (int64_t n = 0; n < N; n++) state[i * N + n] = Vt{};
+        for (int64_t n = 0; n < N; n++) rounded_off[i * N + n] = Vt{};
       }
       for (int64_t segment = 0; segment < segments; segment++)
         each_batch(first, last, [&](int64_t i0, int64_t stop) {
           for (int64_t i = i0; s.checkpoints && i < stop; i++)
             std::memcpy((void*)checkpoint(b, segment, i), (void*)&state[i * N], N * sizeof(Vt));
           const Distance next = to_next(i0, stop, first, last, K);
-          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), tokens.data());
+          forward_segment(b, segment, i0, stop, next, A2.data(), state.data(), rounded_off.data(), tokens.data());
         });
       if (s.final_state)
         for (int64_t i = first; i < last; i++) scatter(s.final_state, &state[i * N], b, block[i]);
     });
   }
   void forward_segment(int64_t b, int64_t segment, int64_t first, int64_t last, Distance next, const Vt* A2, Vt* state,
-                       Token* tokens) const {
+                       Vt* rounded_off, Token* tokens) const {
     const int64_t begin = segment * K, end = segment_end(segment);
     for (int64_t t = begin; t < end; t++)
       for (int64_t i = first; i < last; i++) {
@@ -252,7 +255,8 @@ template <class T, bool SSD> struct Scan {
       each_states([&](int64_t n, auto count) {
         const auto run = [&](auto near) {
           run_states<count.value, false, true, near.value>(b, segment, block[i], n, tokens + (i - first) * K,
-                                                           A2 + i * N + n, state + i * N + n, nullptr);
+                                                           A2 + i * N + n, state + i * N + n, nullptr,
+                                                           rounded_off + i * N + n);
         };
         if (has_decays_near_1<count.value>(block[i], step, A2 + i * N + n)) run(Exact());
         else run(Rounded());
@@ -430,8 +434,8 @@ template <class T, bool SSD> struct Scan {
         Vt *state = checkpoint(b, segment, i) + n, *kept = w.kept.data();
         const auto run = [&](auto near) {
           // only the gate's gradient needs y again
-          if (s.z.data) run_states<NS, true, true, near.value>(b, segment, k, n, x, A2, state, kept);
-          else run_states<NS, true, false, near.value>(b, segment, k, n, x, A2, state, kept);
+          if (s.z.data) run_states<NS, true, true, near.value>(b, segment, k, n, x, A2, state, kept, nullptr);
+          else run_states<NS, true, false, near.value>(b, segment, k, n, x, A2, state, kept, nullptr);
           if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
           sweep<NS, WINDOWED, near.value>(b, segment, k, n, x, w);
         };
@@ -525,7 +529,7 @@ template <class T, bool SSD> struct Scan {
     }
     for (int n = 0; n < NS; n++) {
       w.R[at + n] = EXACT ? exact_step(main[n], rest[n], R[n], Vt{}, low[n]) : IN_TURN ? main[n] * R[n] : R[n];
-      w.S[at + n] = EXACT ? low[n] : S[n];
+      w.S[at + n] = EXACT ? low[n] : WINDOWED ? S[n] : Vt{};
     }
     for (int n = 0; n < NS && !SSD; n++) add_to<T>(&w.sums[(k.index * (N + 2) + n0 + n) * L], dA[n]);
   }

@@ -73,7 +73,7 @@ template <class T> struct Ssd {
   // Sums of the exponents and their exponentials. Float32 sums have a second number for what rounding leaves.
   struct Decays {
     alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL], delta[QL];
-    T whole, less_one;  // of the block, and that less 1 where it is near 1; 0 elsewhere
+    T whole, less_one;  // of the block, and that less 1
     double exponent;    // of `whole`, to base 2
   };
   struct Buffer {
@@ -104,7 +104,8 @@ template <class T> struct Ssd {
     Buffer buffers[20], states_memory;
     T *B, *C, *B_by_state, *G;                  // (Q, NL) twice, (QV, N, L), (Q, QL)
     T *X, *M;                                   // (Q, PL), (Q, QL)
-    T *state;                                   // (heads, state_size)
+    T *state, *rests;                           // (heads, state_size) twice
+    bool has_rest[HEADS];                       // where `rests` is not zero
     T *dy, *scaled, *X_by_channel, *T_, *dG;    // (Q, PL) twice, (PV * L, QL), (Q, QL) twice
     T *turned, *dB, *dC;                        // (PL, NL), (Q, NL) twice
     T *states;                                  // (heads, blocks of the segment, state_size)
@@ -128,7 +129,7 @@ template <class T> struct Ssd {
       B_by_state = buffers[i++].resized(QL * k.N);
       for (T** p : {&G, &M}) *p = buffers[i++].resized(Q * QL);
       for (T** p : {&X, &scaled}) *p = buffers[i++].resized(Q * k.PL);
-      state = buffers[i++].resized(HEADS * k.state_size());
+      for (T** p : {&state, &rests}) *p = buffers[i++].resized(HEADS * k.state_size());
       if (!backward) return;
       dy = buffers[i++].resized(Q * k.PL);
       X_by_channel = buffers[i++].resized(k.PL * QL);
@@ -238,7 +239,7 @@ template <class T> struct Ssd {
       *(Vt*)(d.to_end + t) = exp2v<T>((last - high) + (rest - low));
     }
     d.whole = d.from_start[k.size - 1];
-    d.less_one = d.whole > T(0.5) ? T(std::expm1(total / LOG2E)) : 0;
+    d.less_one = is_near_1(d.whole) ? T(std::expm1(total / LOG2E)) : d.whole - 1;
   }
   // exp(s_i - s_j) for the tokens j of a vector; 0 for those after i
   ALWAYS_INLINE Vt between_tokens(const Decays& d, int64_t i, int64_t v) const {
@@ -284,10 +285,30 @@ template <class T> struct Ssd {
       }
   }
 
-  // H' = factor H + (rows of B or C)^T (rows of X or dy), both scaled already; H may be zero. With `less_one`, factor - 1:
-  // H is added last, as its factor would round the same way at each block.
-  void next_state(const Block& k, T factor, T less_one, const T* weights, const T* rows, T* state) const {
-    const T first = less_one == 0 ? factor : less_one;
+  static bool is_near_1(T decay) { return decay > T(0.5); }
+  // What rounding leaves of a head's state from block to block, if decays are so near 1 that the state is a sum over many
+  // blocks. Else null.
+  T* rest_of(int64_t h, T decay, Work& w) const {
+    const bool lasts = decay > T(1 - 1.0 / 64);
+    T* rest = w.rests + h * state_size();
+    if (w.has_rest[h] && !lasts) std::memset((void*)rest, 0, state_size() * sizeof(T));
+    w.has_rest[h] = lasts;
+    return w.has_rest[h] ? rest : nullptr;
+  }
+  void clear_rests(Work& w) const {
+    std::memset((void*)w.rests, 0, HEADS * state_size() * sizeof(T));
+    std::fill(w.has_rest, w.has_rest + HEADS, false);
+  }
+  // H' = factor H + (rows of B or C)^T (rows of X or dy), both scaled already; H may be zero. Where the factor is near 1,
+  // H is added last: multiplied, it would round the same way at each block, or at each token.
+  void next_state(const Block& k, T factor, T less_one, const T* weights, const T* rows, T* state, T* rest = nullptr) const {
+    if (!is_near_1(factor)) add_block<false, false>(k, factor, weights, rows, state, rest);
+    else if (rest) add_block<true, true>(k, less_one, weights, rows, state, rest);
+    else add_block<true, false>(k, less_one, weights, rows, state, rest);
+  }
+  // H' = H, if ONTO, + what is left of it, if RESTS, + first H + (rows of B or C)^T (rows of X or dy)
+  template <bool ONTO, bool RESTS>
+  void add_block(const Block& k, T first, const T* weights, const T* rows, T* state, T* rest) const {
     in_tiles<T>(N, PV, [&](auto& sum, int64_t n, int64_t v) __attribute__((always_inline)) {
       for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
         for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++)
@@ -295,8 +316,11 @@ template <class T> struct Ssd {
       add_product<T>(sum, k.size, {weights + n, 1, NL}, {rows + v * L, PL, L});
       for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
         for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++) {
-          Vt& to = *(Vt*)(state + ((v + u) * N + n + i) * L);
-          to = less_one == 0 ? sum[i][u] : to + sum[i][u];
+          const int64_t at = ((v + u) * N + n + i) * L;
+          if (RESTS) sum[i][u] += *(Vt*)(rest + at);
+          const Vt before = ONTO ? *(Vt*)(state + at) : Vt{}, after = ONTO ? before + sum[i][u] : sum[i][u];
+          *(Vt*)(state + at) = after;
+          if (RESTS) *(Vt*)(rest + at) = sum[i][u] - (after - before);
         }
     });
   }
@@ -304,15 +328,16 @@ template <class T> struct Ssd {
     for (int64_t t = 0; t < k.size; t++)
       for (int64_t v = 0; v < PV; v++) *(Vt*)(to + t * PL + v * L) = factors[t] * *(Vt*)(rows + t * PL + v * L);
   }
-  void advance(const Block& k, Work& w, T* state) const {
+  void advance(const Block& k, Work& w, T* state, T* rest = nullptr) const {
     scale_rows(k, w.X, w.decays.to_end, w.scaled);
-    next_state(k, k.is_first ? T(0) : w.decays.whole, k.is_first ? T(0) : w.decays.less_one, w.B, w.scaled, state);
+    next_state(k, k.is_first ? T(0) : w.decays.whole, w.decays.less_one, w.B, w.scaled, state, rest);
   }
 
   // ------------------------------------------------------------------------------------------- forward
   void forward(int64_t thread) const {
     Work w(*this, false);
     each_run(thread, [&](int64_t b, int64_t group, int64_t first, int64_t last, bool) {
+      clear_rests(w);
       for (int64_t head = first; head < last; head++)
         gather(s.initial_state, w.state + (head - first) * state_size(), b, head);
       for (int64_t segment = 0; segment < segments; segment++) {
@@ -322,7 +347,7 @@ template <class T> struct Ssd {
         for (int64_t start = segment * s.interval; start < stop;) {
           const Block k = block(b, start, stop);
           read_group(k, group, w);
-          for (int64_t head = first; head < last; head++) forward_block(k, head, w, w.state + (head - first) * state_size());
+          for (int64_t head = first; head < last; head++) forward_block(k, head, head - first, w);
           start += k.size;
         }
       }
@@ -330,8 +355,9 @@ template <class T> struct Ssd {
         scatter(s.final_state, w.state + (head - first) * state_size(), b, head);
     });
   }
-  void forward_block(const Block& k, int64_t head, Work& w, T* state) const {
+  void forward_block(const Block& k, int64_t head, int64_t h, Work& w) const {
     Decays& d = w.decays;
+    T* state = w.state + h * state_size();
     read_decays(k, head, d);
     read_X(k, head, w);
     for (int64_t i = 0; i < k.size; i++)
@@ -349,7 +375,7 @@ template <class T> struct Ssd {
       if (s.D) add_input(sum, k, head, i, v);
       write_rows(sum, rows, v);
     });
-    advance(k, w, state);
+    advance(k, w, state, rest_of(h, k.is_first ? T(0) : d.whole, w));
   }
   // What a product leaves in columns after a row's token need not be a number.
   ALWAYS_INLINE Vt masked(Vt x, int64_t i, int64_t v) const {
@@ -395,6 +421,7 @@ template <class T> struct Ssd {
         gather(s.dfinal_state, w.state + h * size, b, first + h);
         w.goes_on[h] = s.dfinal_state != nullptr;
       }
+      clear_rests(w);
       std::fill(w.dD_sums.begin(), w.dD_sums.end(), 0.0);
       if (s.window) read_prefixes(b, group, first, last, w);
       for (int64_t segment = segments - 1; segment >= 0; segment--) {
@@ -423,7 +450,7 @@ template <class T> struct Ssd {
             } else {
               read_outside(k, first + h, w);
             }
-            add_to_cotangent(k, w.goes_on[h], w.state + h * size, w);
+            add_to_cotangent(k, h, w);
             w.to_group_end[h] += w.decays.exponent;
           }
           write_group(k, a, thread, group, fresh, w);
@@ -555,14 +582,18 @@ template <class T> struct Ssd {
     }
   }
   // R before a block from R behind it: zero before a document and before a group.
-  void add_to_cotangent(const Block& k, bool& goes_on, T* state, Work& w) const {
+  void add_to_cotangent(const Block& k, int64_t h, Work& w) const {
+    T* state = w.state + h * state_size();
+    bool& goes_on = w.goes_on[h];
     if (k.is_first || begins_group(k.start)) {
+      rest_of(h, T(0), w);
       std::memset((void*)state, 0, state_size() * sizeof(T));
       goes_on = false;
       return;
     }
     scale_rows(k, w.dy, w.decays.from_start, w.scaled);
-    next_state(k, goes_on ? w.decays.whole : T(0), goes_on ? w.decays.less_one : T(0), w.C, w.scaled, state);
+    const T decay = goes_on ? w.decays.whole : T(0);
+    next_state(k, decay, w.decays.less_one, w.C, w.scaled, state, rest_of(h, decay, w));
     goes_on = true;
   }
   template <int R, int W> ALWAYS_INLINE void add_rows(const Vt (&sum)[R][W], T* to) const {

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels.chunks import CHUNK, DecayedChunks
-from adjoint.kernels.plain_recurrence import zero_where
+from adjoint.kernels.plain_recurrence import in_float64, zero_where
 
 
 def dplr_delta_rule_saved_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -37,6 +37,8 @@ def dplr_delta_rule_saved_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
 def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     """Run the rule of the public function; the states before each chunk come third, None unless `save`."""
     c = _Chunks(q, k, v, a, b, g, reset)
+    if c.lose_digits():
+        return in_float64(dplr_delta_rule_forward, q, k, v, a, b, g, initial_state, reset, save=save)
     right = torch.cat([c.mixed(c.a_keys, c.v), c.a_since], dim=-1)
     values, reads = c.solved(right).split([v.shape[-1], k.shape[-1]], dim=-1)
     state = k.new_zeros(*c.k.shape[:2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
@@ -46,7 +48,7 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
         c.each(values, reads, c.b_last, wrote, c.chunk_decay)
     ):
         states.append(state)
-        read.append((value + c.from_state(reading @ state.to(reading.dtype), i)).to(k.dtype))
+        read.append(value + c.from_state(reading @ state, i))
         state = c.through(state * decay, i) + written + keys.mT @ c.to_state(read[-1], i)
     before = torch.stack(states, dim=2)
     out = c.from_state((c.q * c.since) @ before) + c.mixed(c.q_keys, c.v)
@@ -57,8 +59,11 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
 def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, reset, states):
     """Return the gradients of q, k, v, a, b, g and the initial state, from the states that were saved."""
     c = _Chunks(q, k, v, a, b, g, reset)
+    if c.lose_digits():
+        inputs = do, dfinal_state, q, k, v, a, b, g, initial_state, reset, states
+        return in_float64(dplr_delta_rule_backward, *inputs)
     do = c.chunks(do)
-    read = c.solved(c.mixed(c.a_keys, c.v) + c.from_state(c.a_since @ states)).to(k.dtype)
+    read = c.solved(c.mixed(c.a_keys, c.v) + c.from_state(c.a_since @ states))
     reads = c.from_state(c.solved(c.a_since))
     d_inside = c.mixed(c.q_writes, do, transposed=True)
     d_through_q = c.from_state(c.q * c.since).mT @ c.from_state(do)
@@ -69,10 +74,9 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     ):
         d_states.append(d)
         d_read.append(inside + c.to_state(keys @ d, i))
-        through_read = reading.mT @ c.from_state(d_read[-1], i).to(reading.dtype)
-        d = (c.through(d * decay, i) + through_q + through_read).to(k.dtype)
+        d = c.through(d * decay, i) + through_q + reading.mT @ c.from_state(d_read[-1], i)
     d_after = torch.stack(d_states[::-1], dim=2)
-    dr = c.solved(torch.stack(d_read[::-1], dim=2), transposed=True).to(k.dtype)
+    dr = c.solved(torch.stack(d_read[::-1], dim=2), transposed=True)
     dv = c.mixed(c.q_keys, do, transposed=True) + c.to_state(c.k_last @ d_after)
     dv = dv + c.mixed(c.a_keys, dr, transposed=True)
     dk = c.to_state((c.v @ d_after.mT) * c.until)
@@ -126,10 +130,7 @@ class _Chunks(DecayedChunks):
         of_q, of_a = self.decayed(self.reading, self.writing)
         self.q_keys, self.q_writes = of_q
         self.a_keys, writes = self.paired(self.later(of_a))
-        self.set_system(
-            -writes,
-            lambda: -self.paired(self.later(self.decayed(self.earlier(self.a).double(), self.b.double()))),
-        )
+        self.system = -writes
 
     def earlier(self, x):
         """Return x (…, CHUNK, n) with each token's row in the place of the token before."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels.chunks import CHUNK, DecayedChunks
-from adjoint.kernels.plain_recurrence import zero_where
+from adjoint.kernels.plain_recurrence import in_float64, zero_where
 
 
 def gated_delta_rule_saved_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -37,6 +37,8 @@ def gated_delta_rule_saved_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     """Run the rule of the public function; the states before each chunk come third, None unless `save`."""
     c = _Chunks(q, k, v, g, beta, reset)
+    if c.lose_digits():
+        return in_float64(gated_delta_rule_forward, q, k, v, g, beta, initial_state, reset, save=save)
     values, reads = c.solved(torch.cat([c.v * c.beta, c.from_state(c.k * c.beta * c.since)], dim=-1)).split(
         [v.shape[-1], k.shape[-1]], dim=-1
     )
@@ -44,7 +46,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     states, written = [], []
     for i, (value, read, keys, decay) in enumerate(c.each(values, reads, c.k_last, c.chunk_decay)):
         states.append(state)
-        written.append((value - c.from_state(read @ state.to(read.dtype), i)).to(k.dtype))
+        written.append(value - c.from_state(read @ state, i))
         state = c.through(state * decay, i) + keys.mT @ c.to_state(written[-1], i)
     before = torch.stack(states, dim=2)
     out = c.from_state((c.q * c.since) @ before) + c.mixed(c.within, torch.stack(written, dim=2))
@@ -54,10 +56,13 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, states):
     """Return the gradients of q, k, v, g, beta and the initial state, from the states that were saved."""
     c = _Chunks(q, k, v, g, beta, reset)
+    if c.lose_digits():
+        inputs = do, dfinal_state, q, k, v, g, beta, initial_state, reset, states
+        return in_float64(gated_delta_rule_backward, *inputs)
     do = c.chunks(do)
     # R / β
     residual = c.v - c.from_state((c.k * c.since) @ states)
-    written = c.solved(residual * c.beta).to(k.dtype)
+    written = c.solved(residual * c.beta)
     reads = c.from_state(c.solved(c.from_state(c.k * c.beta * c.since)))
     d_inside = c.mixed(c.within, do, transposed=True)
     d_read = c.from_state(c.q * c.since).mT @ c.from_state(do)
@@ -68,10 +73,9 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     ):
         d_states.append(d)
         d_written.append(inside + c.to_state(keys @ d, i))
-        through_read = read.mT @ c.from_state(d_written[-1], i).to(read.dtype)
-        d = (c.through(d * decay, i) + d_through_q - through_read).to(k.dtype)
+        d = c.through(d * decay, i) + d_through_q - read.mT @ c.from_state(d_written[-1], i)
     d_after = torch.stack(d_states[::-1], dim=2)
-    dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True).to(k.dtype)
+    dr = c.solved(torch.stack(d_written[::-1], dim=2), transposed=True)
     d_pairs, d_system = c.paired(do @ written.mT), c.paired(-(dr @ written.mT)).tril(-1)
     dv = dr * c.beta
     dbeta = (dr * residual).sum(-1) + (d_system * c.keys).sum(-1)
@@ -110,6 +114,4 @@ class _Chunks(DecayedChunks):
         self.k_last = self.to_state(self.k * self.until)
         self.within = self.decayed(self.q, self.k)
         self.keys = self.decayed(self.k, self.k)
-        self.set_system(
-            self.keys * self.beta, lambda: self.decayed(self.k.double(), self.k.double()) * self.beta
-        )
+        self.system = self.keys * self.beta

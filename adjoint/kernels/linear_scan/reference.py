@@ -1,10 +1,14 @@
-"""Linear scans in plain PyTorch: scalar and diagonal decays by `recurrence`, dense ones token by token."""
+"""Linear scans in plain PyTorch: scalar and diagonal decays by `recurrence`, dense ones token by token.
+
+In float32 they run in float64: products of decays near 1, rounded the same way each time, would be powers of
+another number."""
 
 import torch
 from torch import Tensor
 
 from adjoint.kernels.plain_recurrence import (
     accumulated_adjoint,
+    in_float64,
     initial_cotangent,
     previous_states,
     recurrence,
@@ -16,11 +20,16 @@ from adjoint.kernels.plain_recurrence import (
 def linear_scan_forward(a: Tensor, b: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
     """Return all states of h_t = a_t h_{t-1} + b_t: b (batch, seqlen, d_state), a like b or
     (batch, seqlen, 1)."""
+    if b.dtype == torch.float32:
+        first = None if initial_state is None else initial_state.double()
+        return linear_scan_forward(a.double(), b.double(), first, reset).float()
     return recurrence(zero_where(a, reset), b, initial_state, reset)
 
 
 def linear_scan_backward(dh, a, h, initial_state, reset, window, halo=0):
     """mu_t = dh_t + a_{t+1} mu_{t+1}; da_t = mu_t h_{t-1}, db_t = mu_t, dinitial = a_1 mu_1."""
+    if h.dtype == torch.float32:
+        return in_float64(linear_scan_backward, dh, a, h, initial_state, reset, window, halo)
     masked = zero_where(a, reset)
     mu = accumulated_adjoint(dh, masked, window, reset)
     dinitial = initial_cotangent(dh, masked, window, mu, reset)

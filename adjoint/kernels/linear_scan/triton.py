@@ -18,7 +18,7 @@ Parameters of the kernels that are not obvious:
     h_in, c_in: state, and a_t mu_t, at the entry of each split; h_out, c_out: those at its other end
     decay: product of a split's decays; prefix: see `_prefix_kernel`
     split_len: tokens of a split; SCALAR: one decay for all states; UNROLL: tokens loaded at once
-    ACC: type of states and sums, float32 or float64
+    ACC: type of states and sums, see `state_dtype`
 """
 
 # Triton's compiler knows the concatenation of tuples, not unpacking, and types of its own:
@@ -283,6 +283,15 @@ def _splits(x: torch.Tensor, batch: int, seqlen: int, blocks: int, window: int |
     return length, triton.cdiv(seqlen + (window is not None), length)
 
 
+def state_dtype(dtype: torch.dtype, window: int | None = None) -> torch.dtype:
+    """Return the dtype of states inside of a scan: float64 for float32, float32 for half precision.
+
+    With decays near 1 the rounding of a float32 state would add up over all tokens. Multiplications take
+    less time than reading, in float64 too. With a window nothing lasts, and prefix sums would take twice the
+    memory."""
+    return torch.float64 if dtype == torch.float32 and window is None else accumulate_dtype(dtype)
+
+
 def linear_scan_forward(
     a: torch.Tensor, b: torch.Tensor, initial_state: torch.Tensor | None, reset: torch.Tensor | None
 ) -> torch.Tensor:
@@ -290,10 +299,10 @@ def linear_scan_forward(
     (batch, seqlen, 1).
 
     initial_state (batch, N) or None (zero); reset (batch, seqlen) bool or None: True takes a_t as 0. h has
-    b's dtype, the running state float32 (float64 for float64)."""
+    b's dtype, the running state that of `state_dtype`."""
     batch, seqlen, size = b.shape
     a, b = common.last_contiguous(a), common.last_contiguous(b)
-    acc = accumulate_dtype(b.dtype)
+    acc = state_dtype(b.dtype)
     scalar = a.shape[-1] == 1
     blocks = triton.cdiv(size, CHANNELS)
     split_len, splits = _splits(b, batch, seqlen, blocks, None)
@@ -354,18 +363,18 @@ def linear_scan_backward(
     """
     batch, seqlen, size = h.shape
     dh, a, h = common.last_contiguous(dh), common.last_contiguous(a), h.contiguous()
-    acc = accumulate_dtype(h.dtype)
     scalar = a.shape[-1] == 1
     if window is not None and window > seqlen:  # the initial state counts as one more token
         window = None
+    acc, result = state_dtype(h.dtype, window), accumulate_dtype(h.dtype)
     blocks = triton.cdiv(size, CHANNELS)
     split_len, splits = _splits(h, batch, seqlen, blocks, window)
     initial = None if initial_state is None else initial_state.contiguous()
     reset_u8 = common.reset_bytes(reset)
     db = torch.empty((batch, seqlen, size), dtype=h.dtype, device=h.device)
     da_shape = (batch, blocks, seqlen) if scalar else (batch, seqlen, size)
-    da = torch.empty(da_shape, dtype=acc if scalar else a.dtype, device=h.device)
-    dinitial = torch.empty((batch, size), dtype=acc, device=h.device)
+    da = torch.empty(da_shape, dtype=result if scalar else a.dtype, device=h.device)
+    dinitial = torch.empty((batch, size), dtype=result, device=h.device)
     prefix = None
     if window is not None:
         prefix = torch.empty((batch, seqlen, size), dtype=acc, device=h.device)
