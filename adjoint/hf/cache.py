@@ -11,7 +11,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -244,6 +244,13 @@ class RecurrentLayer(_StateLayer):
         setattr(self, f"{name}_states", states)
 
 
+class _JoinContext(Protocol):
+    """Numbers of tokens of both tails, which `_JoinTail` keeps for its backward."""
+
+    before: int
+    size: int
+
+
 class _JoinTail(torch.autograd.Function):
     """A convolution's tail before a chunk, the chunk's inputs → both joined, and the tail after the chunk.
 
@@ -251,12 +258,12 @@ class _JoinTail(torch.autograd.Function):
     zeros for the new tail's sake."""
 
     @staticmethod
-    def forward(ctx: Any, tail: Tensor, inputs: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _JoinContext, tail: Tensor, inputs: Tensor, size: int) -> tuple[Tensor, Tensor]:
         ctx.before, ctx.size = tail.shape[1], size
         return torch.cat([tail, inputs], dim=1), inputs[:, -size:].clone()
 
     @staticmethod
-    def backward(ctx: Any, d_joined: Tensor, d_tail: Tensor) -> Any:
+    def backward(ctx: _JoinContext, d_joined: Tensor, d_tail: Tensor) -> tuple[Tensor, Tensor, None]:
         d_before, d_inputs = d_joined[:, : ctx.before], d_joined[:, ctx.before :]
         *before_tail, last = d_inputs.split([d_inputs.shape[1] - ctx.size, ctx.size], dim=1)
         return d_before, torch.cat([*before_tail, last + d_tail], dim=1), None
