@@ -329,6 +329,8 @@ def verify(call: Call) -> Verification:
         verification.fetches = True  # also for other kinds of calls, which stay exact
         verification.compute_once(kind, compare_gradients, kind)
     verification.difference = verification.results[kind]
+    if verification.holding.kind.is_gathered:
+        _ = verification.slots  # all ranks look together: later one may have no rows, and would not
     if call.has_labels and not is_of_library(model):
         refuse_loss_of_own_forward(call)
     if is_padded_left:
