@@ -142,13 +142,16 @@ def _softmax_loss(
     Args:
         logits: (tokens, vocab_size). targets: (tokens,); `IGNORE_INDEX` counts for nothing.
     """
-    log_probabilities = torch.log_softmax(logits, 1, dtype=dtype)
+    narrow, wide = logits.dtype, logits.to(dtype)
+    del logits  # before as much is made once more
+    log_probabilities = torch.log_softmax(wide, 1)
+    del wide
     loss = F.nll_loss(log_probabilities, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     if marks is None:
         return loss, None
     d_logits = log_probabilities.exp_()
     d_logits.scatter_add_(1, marks.labels, marks.minus_one)
-    return loss, d_logits.masked_fill_(marks.ignored, 0).to(logits.dtype)
+    return loss, d_logits.masked_fill_(marks.ignored, 0).to(narrow)
 
 
 def _loss_in_place(

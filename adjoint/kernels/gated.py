@@ -94,9 +94,15 @@ class _GatedLinear(torch.autograd.Function):
         if needs_weight:
             d_weight = rows.t() @ (F.silu(gate) * value).flatten(0, -2)
         d_bias = rows.sum(0) if needs_bias else None
-        return *_backward(dy @ weight, gate, value), d_weight, d_bias, None
+        return *_backward(dy @ weight, gate, value, is_ours=True), d_weight, d_bias, None
 
 
-def _backward(d: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    d_gate = torch.ops.aten.silu_backward(d * value, gate)
-    return d_gate, F.silu(gate) * d
+def _backward(d: Tensor, gate: Tensor, value: Tensor, is_ours: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the cotangents of gate and value; with `is_ours`, one of them in d's memory.
+
+    They are what a chunk's backward holds most of, so nothing else as large is made."""
+    if torch._C._functorch.is_batchedtensor(d):  # others of them may have no batch
+        return torch.ops.aten.silu_backward(d * value, gate), F.silu(gate) * d
+    d_value = F.silu(gate).mul_(d)
+    d_gate = d.mul_(value) if is_ours else d * value
+    return torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate), d_value
