@@ -388,7 +388,7 @@ def run_short_documents_of_one_rank(chunk_size: int | None) -> None:
 
 @pytest.mark.parametrize("chunk_size", [16, pytest.param(None, marks=pytest.mark.slow)])
 def test_short_documents_of_one_rank_alone(chunk_size: int | None, tmp_path: Path) -> None:
-    """What the first call finds out by running the model is found out by all ranks together."""
+    """All ranks run the model together for what a first call has to know of it."""
     on_ranks(2, tmp_path, run_short_documents_of_one_rank, chunk_size, timeout=20)
 
 
