@@ -388,7 +388,7 @@ def run_short_documents_of_one_rank(chunk_size: int | None) -> None:
 
 @pytest.mark.parametrize("chunk_size", [16, pytest.param(None, marks=pytest.mark.slow)])
 def test_short_documents_of_one_rank_alone(chunk_size: int | None, tmp_path: Path) -> None:
-    """All ranks run the model together for what a first call has to know of it."""
+    """Ranks run the model together to find out its sizes."""
     on_ranks(2, tmp_path, run_short_documents_of_one_rank, chunk_size, timeout=20)
 
 
