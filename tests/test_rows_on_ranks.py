@@ -371,6 +371,27 @@ def test_rows_on_four_ranks(way: str, compare: str, tmp_path: Path) -> None:
     on_ranks(4, tmp_path, run, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1])
 
 
+def run_short_documents_of_one_rank(chunk_size: int | None) -> None:
+    """Compare the gradients of a model's first call: one rank has short documents, another a long one."""
+    case, reference = (ModelOfEitherKind("LlamaForCausalLM") for _ in range(2))
+    documents = [list(make_ids(1, 63, seed=rank)[0].split(63 if rank else 4)) for rank in range(2)]
+    with case.double():
+        distributed = fully_sharded(case)
+        adjoint.wrap(case.model, Exact(chunk_size=chunk_size))
+        inputs = case.inputs(*packed(documents[distributed.batch]))
+        distributed.backward(distributed.model(**inputs).loss)
+        for each in documents:
+            (loss_of_each(reference, each) / 2).backward()
+    expected = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
+    assert_same(distributed.gradients(), expected, 1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [16, pytest.param(None, marks=pytest.mark.slow)])
+def test_short_documents_of_one_rank_alone(chunk_size: int | None, tmp_path: Path) -> None:
+    """Ranks run the model together to find out its sizes."""
+    on_ranks(2, tmp_path, run_short_documents_of_one_rank, chunk_size, timeout=20)
+
+
 def count_gathers(name: str) -> None:
     """Compare how often a chunk's forward or backward gathers weights, for 40 documents of 10 tokens."""
     counts, run, run_backward = list[int](), FSDPWeights.run, FSDPWeights.run_backward

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from fsspec.spec import AbstractBufferedFile
 
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL | re.IGNORECASE)
+# An address that lost a slash, as by pathlib, which would be a folder of this machine.
+_WITHOUT_A_SLASH = re.compile(r"(s3a?|gc?s):/", re.IGNORECASE)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}  # those of the extra `remote`
 # Keys of a file's properties that tell its versions apart, the surest first.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "updated", "created")
@@ -299,8 +301,8 @@ class _Stream(io.RawIOBase):
 
 
 def is_remote(text: object) -> bool:
-    """Whether a text is an address, and not a path of this machine."""
-    return isinstance(text, str) and _ADDRESS.match(text) is not None
+    """Whether a text is an address, if one that is refused, and not a path of this machine."""
+    return isinstance(text, str) and bool(_ADDRESS.match(text) or _WITHOUT_A_SLASH.match(text))
 
 
 def place_of(text: str | Place) -> Place:

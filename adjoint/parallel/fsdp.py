@@ -586,7 +586,8 @@ def align_chunks(weights: Weights, batch: Batch, spec: EngineSpec) -> EngineSpec
         )
     while len(cuts) - 1 < most_chunks:
         size, start = max((stop - start, start) for start, stop in itertools.pairwise(cuts))
-        cuts = sorted([*cuts, start + size // 2])
+        # by whole multiples of the least: halves of 3 tokens would be 1 and 2, of which 1 is too few
+        cuts = sorted([*cuts, start + size // 2 // spec.least * spec.least])
     return dataclasses.replace(spec, cut_at=tuple(cuts[1:-1]))
 
 

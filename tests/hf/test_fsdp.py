@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 import adjoint
 from adjoint.batch import Batch
 from adjoint.engine import verification
+from adjoint.engine.grid import EngineSpec
 from adjoint.errors import UserError
 from adjoint.hf.model_parts import backbone_of, layers_of
 from adjoint.parallel.fsdp import align_chunks
@@ -559,6 +561,30 @@ def test_a_process_with_one_token_has_one_chunk(seqlen: int) -> None:
     ids = torch.zeros(2, seqlen, dtype=torch.long)
     spec = align_chunks(Ranks(), Batch(ids, ids), METHOD.engine_spec(seqlen, 16, (0,)))
     assert spec.cuts(seqlen) == (0, seqlen)
+
+
+@pytest.mark.parametrize("least", [1, 2, 5])
+@pytest.mark.parametrize("documents", [(0,), (0, 3, 16)])
+def test_no_chunk_is_shorter_than_the_least(documents: tuple[int, ...], least: int) -> None:
+    """However many chunks another process has: a single token would be decoded, which writes to the cache."""
+
+    class Ranks:
+        """Two processes, the other of which has a number of chunks, or as many as this one can have."""
+
+        def __init__(self, chunks: int) -> None:
+            self.chunks = chunks
+
+        def largest(self, chunks: float, negative_limit: float) -> tuple[float, float]:
+            self.chunks = min(max(int(chunks), self.chunks), int(-negative_limit))
+            return self.chunks, negative_limit
+
+    spec, ids = EngineSpec(13, documents=documents, least=least), torch.zeros(1, 41, dtype=torch.long)
+    for chunks in range(1, 42):
+        ranks = Ranks(chunks)
+        cuts = align_chunks(ranks, Batch(ids, ids), spec).cuts(41)
+        sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
+        assert len(sizes) == ranks.chunks and sum(sizes) == 41
+        assert min(sizes) >= min(least, 3), "a document of 3 tokens is one chunk, or more"
 
 
 @case

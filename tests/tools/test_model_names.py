@@ -150,7 +150,9 @@ def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     hub = pytest.importorskip("huggingface_hub")
     (tmp_path / "config.json").write_text('{"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"}')
     monkeypatch.setattr(hub, "hf_hub_download", lambda name, file, **_: str(tmp_path / file))
-    assert [entry.name for entry in model_support.look_up("someone/else").classes] == ["Zamba2ForCausalLM"]
+    # the second one may have any configuration, too, although Gemma 2 is in a table
+    for model in ("someone/else", "google/gemma-2-2b-it"):
+        assert [entry.name for entry in model_support.look_up(model).classes] == ["Zamba2ForCausalLM"]
 
     def unreachable(name: str, file: str, local_files_only: bool) -> str:
         assert local_files_only
@@ -162,6 +164,14 @@ def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert answer.is_supported and "by its name: its config.json could not be read" in answer.matched
     with pytest.raises(UserError, match="the hub cannot be reached, and no table has its name"):
         model_support.look_up("someone/nothing-like-it")
+
+
+@pytest.mark.parametrize("query", ["", " ", "a/b/c", "./jamba"])
+def test_no_name(query: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A path names nothing else, although flash-linear-attention has an ABC."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no such model name" if query.strip() else "the name is empty"):
+        model_support.look_up(query)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

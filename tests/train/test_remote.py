@@ -151,6 +151,9 @@ def test_addresses_that_cannot_be_reached_are_told_in_one_line(
     assert "bucketless:// is no kind of address" in error_of(run__dir="bucketless://x/run")
     assert "bucketless:// is no kind of address" in error_of(data__path="bucketless://x/text.txt")
     assert "names no bucket" in error_of(run__dir="s3://")
+    monkeypatch.chdir(tmp_path)
+    for text in ("S3://bucket/run", str(Path("gs://bucket/run"))):
+        assert text in error_of(run__dir=text) and not Path(text).exists(), "no folder of this machine"
     for module, address in (("s3fs", "s3://b/run"), ("gcsfs", "gs://b/run")):
         monkeypatch.setitem(sys.modules, module, None)
         assert f"needs {module}: pip install -e '.[remote]'" in error_of(run__dir=address)

@@ -67,8 +67,10 @@ def look_up(query: str) -> Answer:
     Raises:
         UserError: no table has such a name, and there is no config.json to read; names the nearest.
     """
+    if not query.strip():
+        raise UserError('the name is empty; write one such as "Nemotron 3", or none to examine this machine')
     path = Path(query).expanduser()
-    names = _classes_of(query)
+    names = None if "/" in query else _classes_of(query)
     # a folder may happen to have a model's name
     if path.is_file() or (path / "config.json").exists() or (path.exists() and names is None):
         return _from_config(query, _local_config(path))
