@@ -50,8 +50,6 @@ def segments_of(call: Call, verification: Verification, returns_states: bool = F
         return None
     if key_pickers(backbone_of(model)):  # models that pick keys by `topk` see how long the row is
         return None
-    if is_gathered:
-        verification.find_sizes()  # calls are cut next, by each process for itself
     is_plain = not returns_states and _is_plain(call)
     # What processes that gather weights together do depends on what each of them has.
     largest, shared, short = current_weights(model).largest, None, None

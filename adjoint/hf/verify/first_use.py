@@ -202,10 +202,6 @@ class Verification:
         sizes = sizes_of(features, self.slots, element, width, self.holding.kind.copies_from_host)
         return dataclasses.replace(sizes, layers=len(layers_of(backbone_of(self.model))))
 
-    def find_sizes(self) -> None:
-        """Find `sizes` now: that runs the model, for which processes may have to gather weights together."""
-        _ = self.sizes
-
     def chunk_spec(self, ids: Tensor, starts: tuple[int, ...]) -> EngineSpec:
         """Return the spec of a batch's chunks, for `Exact` or `Truncated`.
 
