@@ -149,7 +149,7 @@ def chunk_size_for(
 ) -> int:
     """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
-    On a CPU that is `sizes.busy` over all rows. On a GPU a chunk costs a launch per operation, reads every
+    On a CPU that is `sizes.busy` over all rows, with attention four fifths. On a GPU a chunk costs a launch per operation, reads every
     weight and adds to every parameter's gradient, whatever its length: `busy_gpu_tokens` over all rows hide
     that. A shorter batch is cut into at least `FEWEST_CHUNKS` chunks, or the gradients of a batch that fits
     would take more memory than with gradient checkpointing. What all layers of a chunk store for its
