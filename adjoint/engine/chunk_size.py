@@ -149,13 +149,13 @@ def chunk_size_for(
 ) -> int:
     """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
-    On a CPU that is `sizes.busy` over all rows, with attention four fifths. On a GPU a chunk costs a launch per operation, reads every
-    weight and adds to every parameter's gradient, whatever its length: `busy_gpu_tokens` over all rows hide
-    that. A shorter batch is cut into at least `FEWEST_CHUNKS` chunks, or the gradients of a batch that fits
-    would take more memory than with gradient checkpointing. What all layers of a chunk store for its
-    backward gets an eighth of the memory at most; where weights come from host memory with each chunk, it
-    gets all of that eighth. The size is a multiple of 256 tokens, the tiles of matrix products, from 256 to
-    16,384.
+    On a CPU that is `sizes.busy` over all rows, with attention four fifths. On a GPU a chunk costs a launch
+    per operation, reads every weight and adds to every parameter's gradient, whatever its length:
+    `busy_gpu_tokens` over all rows hide that. A shorter batch is cut into at least `FEWEST_CHUNKS` chunks, or
+    the gradients of a batch that fits would take more memory than with gradient checkpointing. What all
+    layers of a chunk store for its backward gets an eighth of the memory at most; where weights come from
+    host memory with each chunk, it gets all of that eighth. The size is a multiple of 256 tokens, the tiles
+    of matrix products, from 256 to 16,384.
 
     A long sequence's states at chunk edges would take more memory than so short a chunk saves: the chunk
     grows with the square root of the length, which keeps edge states and activations equal, and their sum the
