@@ -84,7 +84,7 @@ class Budgets(steps.StepBenchmark):
 
 def draw(rows: Sequence[Row]) -> Any:
     """Time relative to backpropagation's against memory relative to it, a panel for each model."""
-    figure, panels = report.pyplot().subplots(1, len(MODELS), figsize=(10, 4), squeeze=False, sharey=True)
+    figure, panels = report.pyplot().subplots(1, len(MODELS), figsize=(10, 4), squeeze=False)
     for axes, (model, of_model) in zip(
         panels[0], itertools.groupby(rows, lambda row: row["model"]), strict=False
     ):
@@ -96,8 +96,9 @@ def draw(rows: Sequence[Row]) -> Any:
         for way, colour in ((CHECKPOINTING, report.BLUE), (PLAIN, report.GREY)):
             if way in points:
                 axes.plot(*points[way], "s", color=colour, label=way)
-        axes.set(title=model, xlabel="peak memory above a short pass, MiB", ylim=(0, None))
+        axes.set(title=model, xlabel="peak memory above a short pass, MiB")
         axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
     panels[0][0].set_ylabel("forward + backward, ms per token")
     panels[0][0].legend(loc="lower right")
     return figure
