@@ -228,10 +228,8 @@ class ChunkedStep:
                 spec.storage.memory, self.executor.slab_bytes(), self.batch.ids.device
             )
             attention_bytes = max(0.0, min(storage.attention_bytes, chunk_size.ATTENTION_SHARE * room))
-            storage, room = (
-                dataclasses.replace(storage, attention_bytes=attention_bytes),
-                room - attention_bytes,
-            )
+            storage = dataclasses.replace(storage, attention_bytes=attention_bytes)
+            room -= attention_bytes
             measured, state = self._measure_first_chunk(), self.executor.state_bytes()
             self.tapes, states = budget.tapes_and_states(room, measured, sizes, state, storage.checkpoints)
             bytes_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[0]

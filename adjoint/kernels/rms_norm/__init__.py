@@ -140,9 +140,8 @@ def rms_norm(
         wide = narrow = torch.promote_types(wide, accumulate_dtype(residual.dtype))
         stream = residual.to(wide)
     gate = None if gate is None else gate.to(narrow)
-    if weight is not None and (
-        backend != "triton" or weight.dtype != narrow
-    ):  # its kernels widen a weight while they read it
+    is_widened = backend == "triton" and weight is not None and weight.dtype == narrow  # while it is read
+    if weight is not None and not is_widened:
         weight = weight.to(wide)
     y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, eps, group_size, offset, narrow, dtype, backend)
     return y if residual is None else (y, s.to(residual.dtype))
