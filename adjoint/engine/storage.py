@@ -46,7 +46,11 @@ class Packing:
 
     def pack(self, state: Cotangents, out: Tensor) -> Tensor:
         """Write a state or its cotangents, None as zeros, into the flat tensor `out`; return `out`."""
-        for view, s in zip(self.unpack(out), state, strict=True):
+        views = self.unpack(out)
+        if out.is_cuda and len(state) > 1 and all(s is not None and s.is_cuda for s in state):
+            torch._foreach_copy_(views, [s for s in state if s is not None])  # one launch for all
+            return out
+        for view, s in zip(views, state, strict=True):
             view.zero_() if s is None else view.copy_(s, non_blocking=True)
         return out
 

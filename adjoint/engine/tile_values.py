@@ -24,18 +24,27 @@ from adjoint.layers import State
 
 
 class Chunks:
-    """The chunks of a batch, made when they are asked for: there may be very many."""
+    """The chunks of a batch, made when they are asked for: there may be very many.
+
+    The last one stays: to shift its labels takes launches."""
 
     def __init__(self, batch: Batch, grid: Grid) -> None:
         self.batch, self.grid = batch, grid
         self.latest: tuple[int, Batch] | None = None
+        self.last: Batch | None = None
 
     def __getitem__(self, c: int) -> Batch:
+        if c + 1 == self.grid.chunks:
+            self.last = self._make(c) if self.last is None else self.last
+            return self.last
         latest = self.latest
         if latest is None or latest[0] != c:
-            start, stop = self.grid.cuts[c : c + 2]
-            self.latest = latest = c, self.batch.chunk(start, stop, *self.grid.documents[c])
+            self.latest = latest = c, self._make(c)
         return latest[1]
+
+    def _make(self, c: int) -> Batch:
+        start, stop = self.grid.cuts[c : c + 2]
+        return self.batch.chunk(start, stop, *self.grid.documents[c])
 
 
 class Documents:

@@ -16,6 +16,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.model import SharedRows
+from adjoint.engine.programs import Programs, refuse_graphs
 from adjoint.engine.runner import chunk_losses as losses_of_chunks
 from adjoint.engine.runner import last_hidden, run_hidden, run_loss
 from adjoint.engine.shared_prefix import Beginning, Segment
@@ -130,7 +131,21 @@ class HFModel:
                 self.stage.temperature = self.temperature
         self._trained_parameters = self.stage.trained_parameters
         stages = [self.stage] if collect is None else [self.stage, collect]
-        return make_step(stages, batch, spec, backward_context(verification), group, self._rows_at)
+        return make_step(
+            stages, batch, spec, backward_context(verification), group, self._rows_at, self._programs(group)
+        )
+
+    def _programs(self, group: dist.ProcessGroup | None) -> Programs | None:
+        """Return the recordings of tiles, if the method has any.
+
+        Raises:
+            UserError: such weights, or ranks that share a sequence, have none.
+        """
+        wrap_state = self.verification.wrap_state
+        if not wrap_state.method.cuda_graphs:
+            return None
+        refuse_graphs(self.verification.holding.kind.name, group is not None)
+        return wrap_state.programs
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""
