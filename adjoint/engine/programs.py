@@ -210,10 +210,12 @@ class _Shapes:
     """Shapes of all that a kind of tile reads and writes, as the first ones have shown.
 
     Attributes:
-        weights: of the tensors of the stage that it reads, if these are copied into the arena. inputs: x, the
-            recurrent state, and what it reads of the chunk. outputs: y and the recurrent state after the
-            chunk. results: of the cotangents of x and the state. cotangents: of y and the state after the
-            chunk. sums: of the parameters' gradients.
+        weights: of the tensors of the stage that it reads, if these are copied into the arena.
+        inputs: x, the recurrent state, and what it reads of the chunk.
+        outputs: y and the state after the chunk.
+        results: of the cotangents of x and of the state.
+        cotangents: of y and of the state after the chunk.
+        sums: of the parameters' gradients.
     """
 
     weights: tuple[_Spec | None, ...]
@@ -319,7 +321,6 @@ class _Kind:
         failed: whether a recording has failed.
         addresses: of the weights that recordings read, if these are not copied.
         has_sum: which parameters get a gradient.
-        after: shapes of the state after the chunk, append-only entries included.
         is_compared: whether results of a recording have been compared with those of the stage itself.
         is_verified: whether those were of another chunk than the one that was recorded.
         extra_bytes: of the arena that attention needs.
@@ -331,7 +332,6 @@ class _Kind:
         self.shapes: _Shapes | None = None
         self.addresses: list[int] = []
         self.has_sum: Sequence[bool] = ()
-        self.after: tuple[_Spec | None, ...] = ()
         self.is_compared, self.is_verified, self.extra_bytes = False, False, 0
         self.drop()
 
@@ -418,9 +418,8 @@ class Programs:
         """Note the shapes of a tile that has run without a recording."""
         kind.noted.setdefault(mode, self.steps)
         if kind.shapes is None:
-            weights, kind.after = _specs_of(stage.tensors) if kind.copies_weights else (), _specs_of(after)
-            outputs = [y, *recurrent_part(after, stage.grows)]
-            kind.shapes = _Shapes(weights, _specs_of(inputs), _specs_of(outputs))
+            weights = _specs_of(stage.tensors) if kind.copies_weights else ()
+            kind.shapes = _Shapes(weights, _specs_of(inputs), _specs_of([y, *after]))
 
     def note_pullback(self, kind: _Kind, stage: Replayed, dy: Tensor | None) -> None:
         """Note the shapes of a pullback that has run without a recording."""
@@ -436,7 +435,7 @@ class Programs:
         # recurrent states' cotangents cross edges as sums do
         d_after = [
             s if s is None or dim is not None else s._replace(dtype=accumulate_dtype(s.dtype))
-            for s, dim in zip(kind.after, stage.grows, strict=True)
+            for s, dim in zip(shapes.outputs[1:], stage.grows, strict=True)
         ]
         cotangents = *_specs_of([dy]), *d_after
         kind.shapes = dataclasses.replace(
@@ -518,7 +517,7 @@ class Programs:
 
                 def forward() -> None:
                     y, after = inner.forward(x, static_state, static_chunk)
-                    torch._foreach_copy_(slots.outputs, [y, *recurrent_part(after, inner.grows)])
+                    torch._foreach_copy_(slots.outputs, [y, *after])
 
                 return _Program(recorder.record(forward), start, tile)
             tapes, has_results = list[Pullback](), list[bool]()
@@ -527,7 +526,7 @@ class Programs:
 
             def linearize() -> None:
                 y, after, tape = getattr(inner, mode)(x, static_state, static_chunk, gradients)
-                torch._foreach_copy_(slots.outputs, [y, *recurrent_part(after, inner.grows)])
+                torch._foreach_copy_(slots.outputs, [y, *after])
                 tapes.append(tape)
 
             def pull_back() -> None:
@@ -812,11 +811,18 @@ class Replayed(Stage):
     def _inputs(self, x: Tensor, state: State, chunk: Batch) -> list[Tensor]:
         return [x, *recurrent_part(state, self.grows), *self.stage.program_inputs(chunk, state)]
 
-    def _outputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, State]:
-        """Return y and the state after a chunk; append-only pieces, which are in the slab, have no values."""
-        y, *recurrent = tensors
-        rest = iter(recurrent)
-        return y, tuple([next(rest) if dim is None else y.new_empty(0) for dim in self.grows])
+    def _outputs(self, slots: _Slots, *, copies: bool) -> tuple[Tensor, State]:
+        """Return y and the state after a chunk; append-only pieces, which the slab has, stay in the slots.
+
+        Args:
+            copies: whether the others are copies; else they are there until the next replay.
+        """
+        y, *after = slots.outputs
+        if copies:
+            y, *recurrent = _copies_of([y, *recurrent_part(after, self.grows)])
+            rest = iter(recurrent)
+            after = [next(rest) if dim is None else s for s, dim in zip(after, self.grows, strict=True)]
+        return y, tuple(after)
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         programs, inputs = self.programs, self._inputs(x, state, chunk)
@@ -830,7 +836,7 @@ class Replayed(Stage):
             return y, after
         programs.run_call(kind, "forward", self, inputs, state)
         assert kind.slots is not None
-        y, after = self._outputs(_copies_of(kind.slots.outputs))
+        y, after = self._outputs(kind.slots, copies=True)
         if not kind.is_trusted(program, chunk):
             kind.is_verified |= program.start != chunk.start
             return self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
@@ -848,6 +854,19 @@ class Replayed(Stage):
             self.programs.fail(kind, self, "its launches depend on more than tensors")
         kind.is_compared = True
         return y, after
+
+    def _compare_forward(
+        self, kind: _Kind, x: Tensor, state: State, chunk: Batch, inputs: Sequence[Tensor]
+    ) -> None:
+        """Compare a forward's recording for this chunk, if there is one: `linearize_again` has no results."""
+        program = kind.programs.get("forward")
+        if program is None or program.start == chunk.start:
+            return
+        self.programs.run_call(kind, "forward", self, inputs, state)
+        assert kind.slots is not None
+        replayed = self._outputs(kind.slots, copies=True)
+        kind.is_verified = True
+        self._compared(kind, replayed, lambda: self.stage.forward(x, state, chunk))
 
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.stage.advance(x, state, chunk)
@@ -871,14 +890,17 @@ class Replayed(Stage):
         if kind is None:
             return self._eager(call(x, state, chunk, gradients))
         program = programs.program(kind, mode, self, inputs, chunk)
-        if program is None or (mode == "linearize_again" and not kind.is_trusted(program, chunk)):
+        if program is not None and mode == "linearize_again" and not kind.is_verified:
+            self._compare_forward(kind, x, state, chunk, inputs)
+            is_usable = not kind.failed and kind.is_trusted(program, chunk)
+            program = program if is_usable else None
+        if program is None:
             y, after, tape = call(x, state, chunk, gradients)
             programs.note_forward(kind, mode, self, inputs, y, after)
             return self._eager((y, after, tape), kind)
         run = programs.run_call(kind, mode, self, inputs, state)
         assert kind.slots is not None
-        outputs = kind.slots.outputs
-        y, after = self._outputs(_copies_of(outputs) if mode == "linearize" else outputs)
+        y, after = self._outputs(kind.slots, copies=mode == "linearize")
         if not kind.is_trusted(program, chunk):
             kind.is_verified |= program.start != chunk.start
             y, after = self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
