@@ -229,24 +229,30 @@ class _Shapes:
 class _Slots:
     """A kind's places in the arena, and the tensors there: the attributes of `_Shapes`, and `excess`.
 
-    `excess` is what rounding has added to the sums that are compensated (`tile.Gradients`)."""
+    `excess` is what rounding has added to the sums that are compensated (`tile.Gradients`). Weights and sums
+    are first, so that other kinds of tiles of the same stage find them there."""
 
     def __init__(self, shapes: _Shapes, memory: Tensor | None = None) -> None:
-        excess = [s if s is not None and _is_compensated(s) else None for s in shapes.sums]
-        stop = 0
-        places = list[_Places]()
-        for specs in (*(getattr(shapes, f.name) for f in dataclasses.fields(shapes)), excess):
+        excess = tuple([s if s is not None and _is_compensated(s) else None for s in shapes.sums])
+        dy, d_after = shapes.cotangents[:1], shapes.cotangents[1:]
+        stop, places = 0, list[_Places]()
+        others = dy, shapes.inputs, shapes.outputs, shapes.results
+        for specs in (shapes.weights, d_after, shapes.sums, excess, *others):
             places.append(_Places(specs, stop))
             stop = places[-1].stop
-        self.nbytes = stop
-        later = places[4].offsets[1] if len(places[4].offsets) > 1 else places[4].stop
-        self.sums_range, self.later_range = (places[5].start, places[6].stop), (later, places[6].stop)
+        self.nbytes, self.front = stop, (shapes.weights, d_after, shapes.sums)
+        self.sums_range = places[2].start, places[3].stop
+        self.later_range = places[1].start, places[3].stop
         if memory is not None:
             self.memory = memory
             views = [p.views(memory) for p in places]
-            self.weights = [t for t in views[0] if t is not None]
-            self.inputs, self.outputs = _all(views[1]), _all(views[2])
-            self.results, self.cotangents, self.sums, self.excess = views[3], views[4], views[5], views[6]
+            self.weights, self.inputs, self.outputs = (_all(views[i]) for i in (0, 5, 6))
+            self.cotangents, self.results = [*views[4], *views[1]], views[7]
+            self.sums, self.excess = views[2], views[3]
+
+    def shares_front(self, other: _Slots | None) -> bool:
+        """Whether weights and sums are in the same places as those of another kind of tile."""
+        return other is not None and self.front == other.front and self.memory is other.memory
 
 
 def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -263,6 +269,22 @@ def _all(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 def _is_compensated(spec: _Spec) -> bool:
     """Whether `Gradients` compensates a sum for rounding from the first chunks on."""
     return len(spec.shape) < 2 and math.prod(spec.shape) <= MAX_COMPENSATED_NUMEL
+
+
+@dataclasses.dataclass
+class _Summing:
+    """Sums in the arena.
+
+    Attributes:
+        slots: where they are. stage, gradients: whose they are. has_sum: which parameters have one.
+        pullbacks: how many have added to them.
+    """
+
+    slots: _Slots
+    stage: Replayed
+    gradients: Gradients
+    has_sum: list[bool]
+    pullbacks: int = 0
 
 
 class _Program(NamedTuple):
@@ -359,8 +381,8 @@ class Programs:
         self.kinds: dict[Hashable, _Kind] = {}
         self.memory: Tensor | None = None
         self.runs = 0  # replays of calls: a tape is valid while this number is its own
-        self.bound: tuple[_Kind, Replayed] | None = None  # whose weights are in the arena
-        self.summing: tuple[_Kind, Replayed, Gradients] | None = None  # whose sums are in the arena
+        self.bound: tuple[_Slots, Replayed] | None = None  # whose weights are in the arena
+        self.summing: _Summing | None = None
         self.shared_parameters: Set[Tensor] = frozenset()  # of several stages of the step
         self.said = False
 
@@ -553,16 +575,18 @@ class Programs:
         """Copy a tile's inputs into the slots and, if another stage's are there, the stage's weights."""
         slots = kind.slots
         assert slots is not None
-        if self.summing is not None and self.summing[:2] != (kind, stage):
+        summing, bound = self.summing, self.bound
+        if summing is not None and not (summing.stage is stage and summing.slots.shares_front(slots)):
             self.store_sums()
         targets, sources = list(slots.inputs if inputs else ()), list(inputs)
         if not kind.reads_state:
             n = sum([dim is None for dim in stage.grows])
             del targets[1 : 1 + n], sources[1 : 1 + n]
-        if kind.copies_weights and (self.bound is None or self.bound != (kind, stage)):
+        has_weights = bound is not None and bound[1] is stage and bound[0].shares_front(slots)
+        if kind.copies_weights and not has_weights:
             targets += slots.weights
             sources += stage.tensors
-        self.bound = kind, stage
+        self.bound = slots, stage
         _copy(targets, sources)
 
     def run_call(
@@ -583,7 +607,8 @@ class Programs:
         """Replay a mode's pullback; return copies of the inputs' cotangents."""
         slots, (*_, replay, has_results) = kind.slots, kind.programs[mode]
         assert slots is not None and replay is not None
-        if self.summing is not None and self.summing != (kind, stage, gradients):
+        summing = self.summing
+        if summing is not None and not (summing.gradients is gradients and summing.slots.shares_front(slots)):
             self.store_sums()
         pairs = [(slot, d) for slot, d in zip(slots.cotangents, cotangents, strict=True) if slot is not None]
         is_first, has_later = self.summing is None, any(d is not None for _, d in pairs[1:])
@@ -598,12 +623,14 @@ class Programs:
         targets, sources = [slot for slot, d in pairs if d is not None], _all(d for _, d in pairs)
         if is_first:
             self._load_sums(slots, stage, gradients, targets, sources)
-            self.summing = kind, stage, gradients
-            stage.pulled_back = 0
+            self.summing = _Summing(slots, stage, gradients, [False] * len(slots.sums))
         _copy(targets, sources)
         replay()
-        stage.pulled_back += 1
-        if stage.pulled_back == MAX_PLAIN_ADDITIONS:
+        summing = self.summing
+        assert summing is not None
+        summing.has_sum = [a or b for a, b in zip(summing.has_sum, kind.has_sum, strict=True)]
+        summing.pullbacks += 1
+        if summing.pullbacks == MAX_PLAIN_ADDITIONS:
             self.store_sums()
         copies = iter(_copies_of(_all(itertools.compress(slots.results, has_results))))
         return [next(copies) if is_there else None for is_there in has_results]
@@ -636,11 +663,10 @@ class Programs:
         """
         if self.summing is None:
             return
-        (kind, stage, gradients), self.summing = self.summing, None
-        slots = kind.slots
-        assert slots is not None
+        summing, self.summing = self.summing, None
+        slots, gradients = summing.slots, summing.gradients
         totals, excess, copies = dict[Tensor, Tensor](), dict[Tensor, Tensor](), list[Tensor]()
-        columns = zip(stage.parameters(), kind.has_sum, slots.sums, slots.excess, strict=True)
+        columns = zip(summing.stage.parameters(), summing.has_sum, slots.sums, slots.excess, strict=True)
         for parameter, has_sum, total, rounding in columns:
             if not has_sum or total is None:
                 continue
@@ -756,12 +782,11 @@ class Replayed(Stage):
     Attributes:
         has_own_program: whether no other stage of the step is of its kind, so that a recording may read its
             weights where they are.
-        pulled_back: replayed pullbacks since its sums are in the arena.
     """
 
     def __init__(self, stage: Stage, programs: Programs) -> None:
         self.stage, self.programs = stage, programs
-        self.has_own_program, self.pulled_back = False, 0
+        self.has_own_program = False
         self._listed: list[Tensor] = list(stage.parameters())
         self._tensors: list[Tensor] | None = None
         self._keys: dict[bool, Hashable | None] = {}

@@ -128,10 +128,14 @@ class ChunkLosses:
         self.memory: Tensor | None = None
 
     def __setitem__(self, chunk: int, loss: Tensor) -> None:
+        self.place(chunk, loss.dtype, loss.device).copy_(loss.detach())
+
+    def place(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the place of a chunk's loss, a scalar, to be written."""
         if self.memory is None:
-            self.memory = torch.empty(self.chunks, dtype=loss.dtype, device=loss.device)
-        self.memory[chunk] = loss.detach()
+            self.memory = torch.empty(self.chunks, dtype=dtype, device=device)
         self.written.add(chunk)
+        return self.memory[chunk]
 
     def get(self, chunk: int) -> Tensor | None:
         """Return a view of a chunk's loss, or None if it has not been set."""
