@@ -530,7 +530,6 @@ class Programs:
         tile = RecordedTile(recorder.run_between, _Extra(slots, self.memory_of_arena()))
         static_state = tile.pasts(inner.grows, state, others[0] if others else None)
         static_chunk, start = inner.with_program_inputs(chunk, others), chunk.start
-        gradients = _SlotGradients(stage, slots)
         with (
             torch.no_grad(),
             stage.weights_in(slots.weights) if kind.copies_weights else contextlib.nullcontext(),
@@ -542,7 +541,7 @@ class Programs:
                     torch._foreach_copy_(slots.outputs, [y, *after])
 
                 return _Program(recorder.record(forward), start, tile)
-            tapes, has_results = list[Pullback](), list[bool]()
+            gradients, tapes, has_results = _SlotGradients(stage, slots), list[Pullback](), list[bool]()
             for slot in _all(slots.cotangents):
                 slot.zero_()
 

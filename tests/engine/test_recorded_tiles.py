@@ -124,13 +124,15 @@ def test_storage_of_the_method(options: dict[str, Any]) -> None:
 
 
 def test_autocast() -> None:
+    """Casts of weights are other tensors in each step, also of a layer that is the only one of its kind."""
     twins = Twins("hybrid")
     for model in twins.models:
         model.model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(3):
+        for _ in range(5):
             twins.step()
     assert twins.recorder.replays > 0
+    assert not any(kind.failed for kind in twins.programs.kinds.values())
 
 
 def test_one_recording_serves_all_layers_of_a_kind() -> None:
@@ -210,6 +212,26 @@ def test_states_and_their_gradients() -> None:
             (output.loss + rest.loss).backward()
         gradients.append({name: p.grad for name, p in model.model.named_parameters()})
     assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+
+
+def test_steps_without_gradients() -> None:
+    """A loss without a backward is recorded, too, and the same after training has begun."""
+    twins = Twins("hybrid")
+    ids = torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(9))
+
+    def losses() -> list[torch.Tensor]:
+        with torch.no_grad():
+            pairs = zip(twins.models, twins.methods, strict=True)
+            return [model.model(ids, labels=ids, method=method).loss for model, method in pairs]
+
+    for _ in range(3):
+        expected, replayed = losses()
+        assert torch.equal(replayed, expected)
+    assert twins.recorder.replays > 0
+    for _ in range(3):
+        twins.step()
+        expected, replayed = losses()
+        assert torch.equal(replayed, expected)
 
 
 class Failing(OperatorRecorder):

@@ -154,7 +154,7 @@ def groups() -> dict[str, dict[str, Case]]:
         },
         "captured": {"hybrid, captured": (stack(HYBRID), EXACT, {})},
         "wrapped captured": {"Bamba, captured": (pretrained("Bamba"), EXACT, {})},
-        "replayed": {"hybrid, replayed": (stack(HYBRID), SEGMENTS, {})},
+        "replayed": {"hybrid, replayed": (stack(["mamba2"] * 3 + ["attention"]), SEGMENTS, {})},
         "wrapped replayed": {"Bamba, replayed": (pretrained("Bamba"), SEGMENTS, {})},
         "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
         "wrapped sequence group": {

@@ -23,10 +23,10 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "stored", "captured", "replayed"
+QUICK = "core", "stored", "captured"
 SLOW = "host weights", "sequence group", "layer inputs", "quick", "long", "layers", "slow", "wrapped"
 SLOW += ("wrapped layers", "wrapped host weights", "wrapped sequence group", "wrapped captured")
-SLOW += ("offloaded sequence group", "wrapped replayed")
+SLOW += ("offloaded sequence group", "replayed", "wrapped replayed")
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (69, 15),
@@ -98,13 +98,14 @@ def test_a_step_can_be_captured_in_a_cuda_graph(group: str, case: str) -> None:
 
 @pytest.mark.parametrize("group, case", of("replayed", "wrapped replayed"))
 def test_replayed_tiles_are_few_launches(group: str, case: str) -> None:
-    """The host asks for a third of the launches, of few layers of which half are attention, which runs by
-    itself; of a wrapped model with one such layer of four, for a sixth. It waits no more often."""
+    """The host asks for a third of the launches, or less, although attention, one layer of four, runs by
+    itself. It waits no more often; so small a model takes half as much memory again."""
     counts = result(group, case)
     running, replaying = (
         counts[way]["operators"] + counts[way]["launches"] for way in ("running", "replaying")
     )
-    assert replaying < running / (6 if group == "wrapped replayed" else 3)
+    assert replaying < running / (5 if group == "wrapped replayed" else 3)
+    assert 0.9 < counts["replaying"]["peak"] / counts["running"]["peak"] < 1.6
     assert counts["replaying"]["by kernel"]["graph"] > 0
     assert sum(counts["replaying"]["waits"].values()) <= sum(counts["running"]["waits"].values())
     assert counts["replaying"]["mixed"] == counts["replaying"]["wrong"] == []

@@ -312,21 +312,22 @@ def graphs(record: WrapState) -> Callable[[], Any]:
                     live.live -= self.pool
                     self.base = live.live
                 peak, live.peak = live.peak, live.live
-            function()
-            if record.waits - before[2]:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            work, parts = record.flops - flops, self.between
-            self.between = []
-            for counter, values in zip(counters, before, strict=True):
-                counter.clear()
-                counter.update(values)
-            record.flops = flops
-            if live is not None:
-                self.pool = max(self.pool, live.peak - self.base)
-                live.peak = max(peak, self.base + self.pool)
-                self.has_tape = live.live - self.base > self.pool / 2
-                if not self.has_tape:
-                    live.live += self.pool
+            try:
+                function()
+                if record.waits - before[2]:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                work, parts, self.between = record.flops - flops, self.between, []
+                for counter, values in zip(counters, before, strict=True):
+                    counter.clear()
+                    counter.update(values)
+                record.flops = flops
+                if live is not None:
+                    self.pool = max(self.pool, live.peak - self.base)
+                    live.peak = max(peak, self.base + self.pool)
+                    self.has_tape = live.live - self.base > self.pool / 2 and sys.exc_info()[0] is None
+                    if not self.has_tape:
+                        live.live += self.pool
 
             def replay() -> None:
                 record.launches["graph"] += 1 + len(parts)
