@@ -117,7 +117,7 @@ def sizes_of_stack(
         width=config.d_model,
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
-        stream=config.d_model * element,
+        stream=config.d_model * max(element, 4),  # the residual stream
         has_attention="attention" in config.mixers,
     )
 

@@ -27,6 +27,7 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
 from adjoint.kernels.operation import operators_saved_under_recompute
 from adjoint.layers import Block, State
+from adjoint.loss import WEIGHT_SUM, WeightSum
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
@@ -54,9 +55,12 @@ class Gradients:
 
     Args:
         unlisted_leaves: tensors that tiles may reach without listing them, by default none.
+        loss_cotangent: as in `begin_backward`.
     """
 
-    def __init__(self, unlisted_leaves: UnlistedLeaves | None = None) -> None:
+    def __init__(
+        self, unlisted_leaves: UnlistedLeaves | None = None, loss_cotangent: Tensor | None = None
+    ) -> None:
         self.sums: dict[Tensor, Tensor] = {}
         self.arriving: collections.deque[tuple[Tensor, ArrivingGradient]] = collections.deque()
         self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
@@ -64,6 +68,26 @@ class Gradients:
         self.excess: dict[Tensor, Tensor] = {}  # what rounding has added to compensated sums
         self.counted: Tensor | None = None  # a parameter, and how often it was added to: about once per chunk
         self.additions = 0
+        self.loss_cotangent = loss_cotangent
+
+    def begin_backward(self, loss_cotangent: Tensor | None) -> None:
+        """Set the cotangent that each chunk's loss will get, a scalar; None if it is not known.
+
+        A tile that is linearized after this must be pulled back once, with this cotangent."""
+        self.loss_cotangent = loss_cotangent
+
+    def weight_sum(self, parameter: Tensor) -> WeightSum | None:
+        """Return the sum to which the head adds its weight's gradient while it computes a chunk's loss.
+
+        None if the cotangent is not known, if there is no sum yet, or if additions are compensated."""
+        total = self.sums.get(parameter)
+        if total is None or self.loss_cotangent is None or not self._adds_plainly(total):
+            return None
+        is_added = self.unlisted_leaves.runs_again
+        if parameter is self.counted and not is_added:
+            self.additions += 1
+        self._wait_for_sum(parameter)
+        return WeightSum(total, self.loss_cotangent, is_added)
 
     def reserve(self, parameters: Iterable[Tensor]) -> None:
         """Allocate the sums of parameters on a CPU now.
@@ -88,8 +112,7 @@ class Gradients:
         if total is not None:
             if parameter is self.counted:
                 self.additions += 1
-            few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
-            if few or gradient.numel() > MAX_COMPENSATED_NUMEL:
+            if self._adds_plainly(gradient):
                 total += gradient
             else:
                 self._add_compensated(parameter, total, gradient)
@@ -100,6 +123,11 @@ class Gradients:
             self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
+
+    def _adds_plainly(self, gradient: Tensor) -> bool:
+        """Whether a gradient of this shape is added without compensation for rounding."""
+        few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
+        return few or gradient.numel() > MAX_COMPENSATED_NUMEL
 
     @property
     def has_unlisted(self) -> bool:
@@ -154,8 +182,7 @@ class Gradients:
         for parameter, gradient in pairs:
             if parameter is self.counted:
                 self.additions += 1
-            few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
-            if few or gradient.numel() > MAX_COMPENSATED_NUMEL:
+            if self._adds_plainly(gradient):
                 plain.append((self.sums[parameter], gradient))
             elif parameter in compensated:
                 repeated.append((parameter, gradient))
@@ -357,6 +384,9 @@ def linearize(
     differentiable += [a for s in state if (a := getattr(s, "anchor", None)) is not None]
     leaves = aliases(parameters if used is None else used, [p.requires_grad for p in parameters])
     begin, stand_ins, hooks = next_node(), gradients.unlisted_leaves.make_stand_ins(), TapeHooks()
+    if gradients.loss_cotangent is not None:
+        for parameter, leaf in zip(parameters, leaves, strict=True):
+            vars(leaf)[WEIGHT_SUM] = functools.partial(gradients.weight_sum, parameter)
     with torch.enable_grad(), stand_ins or contextlib.nullcontext():
         y, after = call(leaves, x, state)
     outputs: list[Tensor] = [y, *after]
