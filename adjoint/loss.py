@@ -56,6 +56,23 @@ class VocabularyShard(NamedTuple):
         return torch.where(is_here, rows, 0), is_here
 
 
+class _HeadCall(NamedTuple):
+    """Options of one cross-entropy of a head.
+
+    Attributes:
+        slice_tokens, shard: as in `linear_cross_entropy`.
+        backward_follows: whether the hidden states or the weight are trained.
+        weight_is_trained: whether the weight is.
+        weight_sum: to which its gradient is added now; None for a gradient in the backward.
+    """
+
+    slice_tokens: int
+    shard: VocabularyShard | None
+    backward_follows: bool
+    weight_is_trained: bool
+    weight_sum: WeightSum | None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of a linear map, whose forward computes the gradients already.
 
@@ -63,17 +80,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        slice_tokens: int,
-        backward_follows: bool,
-        shard: VocabularyShard | None,
-        weight_sum: WeightSum | None,
-        weight_is_trained: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, call: _HeadCall) -> Tensor:
+        slice_tokens, shard, backward_follows, weight_is_trained, weight_sum = call
         # (tokens,), or with how often each counts (2, tokens)
         targets, weights = targets if targets.dim() == 2 else (targets, None)
         tokens = hidden.shape[0]
@@ -130,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_weight = _scaled(factor_or_gradient, d_loss, ctx.dtype)
         else:  # the product is rounded once, when it has been summed
             d_weight = factor_or_gradient.T @ _scaled(hidden, d_loss, hidden.dtype)
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None
 
 
 def _add_to_sum(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -301,11 +309,7 @@ def linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             targets.reshape(-1) if weights is None else torch.stack([targets, weights]).flatten(1),
-            slice_tokens,
-            backward_follows,
-            shard,
-            weight_sum,
-            weight.requires_grad,
+            _HeadCall(slice_tokens, shard, backward_follows, weight.requires_grad, weight_sum),
         )
 
 

@@ -392,8 +392,8 @@ class Executor(TileValues):
             return self.gradients
         if self.head_gradients is None:
             self.head_is_unscaled = True
-            one = torch.ones((), dtype=self.accumulate_dtype, device=self.device)
-            self.head_gradients = Gradients(self.gradients.unlisted_leaves, loss_cotangent=one)
+            unit = torch.ones((), dtype=self.accumulate_dtype, device=self.device)
+            self.head_gradients = Gradients(self.gradients.unlisted_leaves, loss_cotangent=unit)
         return self.head_gradients
 
     def _scale_head_gradients(self, scale: Tensor, frees: bool) -> None:

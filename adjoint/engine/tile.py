@@ -270,63 +270,58 @@ def copies_of(tensors: Mapping[Tensor, Tensor], dtypes: Iterable[torch.dtype]) -
     return copies
 
 
-class StreamingAccumulator:
-    """Adder of gradients to the sums while a tile's backward runs.
+class TapeHooks:
+    """Hooks of a tape's leaves, which add gradients to sums while the tape's own pullback runs.
 
-    So they never all exist at once: together they may be as large as the model. On a GPU it adds some at a
-    time, by one launch for all."""
+    So a tile's gradients never all exist at once: together they may be as large as the model. On a GPU some
+    at a time are added, by one launch for all.
 
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients, self.bytes = gradients, 0
+    A tensor of a tile's graph that user code has kept, such as an activation in a forward hook, leads to
+    these leaves, which stand for parameters and inputs. In another backward its gradient would be lost there,
+    so it is refused.
+
+    Attributes:
+        gradients: the sums while the pullback runs; None before and after.
+        pending: (parameter, gradient) pairs that are not added yet, with `pending_bytes` bytes.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: Gradients | None = None
         self.pending: list[tuple[Tensor, Tensor | None]] = []
+        self.pending_bytes = 0
 
     def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Add the gradient of the leaf that stands for `parameter`; return a stand-in without memory.
 
         This is the leaf's hook: autograd takes the stand-in for the gradient."""
+        if self.gradients is None:
+            raise UserError(KEPT_ACTIVATION)
         if gradient is None:
             return None
         if gradient.is_cuda:
             self.pending.append((parameter, gradient))
-            self.bytes += gradient.nbytes
-            if self.bytes > MAX_PENDING_BYTES:
+            self.pending_bytes += gradient.nbytes
+            if self.pending_bytes > MAX_PENDING_BYTES:
                 self.flush()
         else:
             self.gradients.add(parameter, gradient)
         return gradient.new_empty(()).expand_as(gradient)
 
     def flush(self) -> None:
+        """Add what is pending."""
+        assert self.gradients is not None
         self.gradients.add_all(self.pending)
-        self.pending, self.bytes = [], 0
-
-
-class TapeHooks:
-    """Hooks of a tape's leaves: gradients come from the tape's own pullback, or are refused.
-
-    A tensor of a tile's graph that user code has kept, such as an activation in a forward hook, leads to
-    these leaves, which stand for parameters and inputs. In another backward its gradient would be lost there.
-
-    Attributes:
-        accumulator: takes parameters' gradients while the pullback runs; None before and after.
-    """
-
-    accumulator: StreamingAccumulator | None = None
-
-    def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """Hand a parameter's gradient to the accumulator."""
-        if self.accumulator is None:
-            raise UserError(KEPT_ACTIVATION)
-        return self.accumulator.take(parameter, gradient)
+        self.pending, self.pending_bytes = [], 0
 
     def take_arriving(self, parameter: Tensor, gradient: ArrivingGradient) -> None:
         """Hand on a gradient, or a part of it, that is on its way to host memory."""
-        if self.accumulator is None:
+        if self.gradients is None:
             raise UserError(KEPT_ACTIVATION)
-        self.accumulator.gradients.add_arriving(parameter, gradient)
+        self.gradients.add_arriving(parameter, gradient)
 
     def check(self, gradient: Tensor | None) -> None:
         """Raise UserError if the gradient of an input does not come from the pullback."""
-        if self.accumulator is None:
+        if self.gradients is None:
             raise UserError(KEPT_ACTIVATION)
 
 
@@ -406,13 +401,13 @@ def linearize(
         outputs.clear()
         if not seeds:
             return None, (None,) * len(state)
-        hooks.accumulator = StreamingAccumulator(gradients)
+        hooks.gradients = gradients
         try:
             with suspend_hooks(unlisted) if unlisted else contextlib.nullcontext():
                 grads = gradients.vjp(seeds, [*inputs, *unlisted])
-            hooks.accumulator.flush()
+            hooks.flush()
         finally:
-            hooks.accumulator = None
+            hooks.gradients = None
         gradients.add_all(zip(unlisted, grads[len(inputs) :], strict=True))
         grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
         return grad_by_id.get(id(x)), tuple(map(grad_by_id.get, map(id, state)))
