@@ -235,8 +235,9 @@ class Exact(Method):
         None,
         'activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for '
         "most of what is left. As many chunks as fit, or segments of layers on chunks, keep their "
-        "activations and are not recomputed; if all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. If not even the "
-        "states at all edges fit, some are computed again, as with checkpoints. None keeps one chunk. The "
+        "activations and are not recomputed; if all fit and no chunk_size is given, the sequence is one "
+        "chunk, as in `Backprop`. If not even the states at all edges fit, some are computed again, as with "
+        "checkpoints. None keeps one chunk. The "
         "first step measures a chunk, at the cost of one.",
     )
     checkpoints: int | None = option(
