@@ -54,6 +54,10 @@ class CastWeights:
             self.casts.update(zip(outdated, zip(versions, casts, strict=True), strict=True))
         return {weight: cast for weight, (_, cast) in self.casts.items()}
 
+    def drop(self) -> None:
+        """Drop all casts, which are made again where they are used."""
+        self.casts.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all casts."""

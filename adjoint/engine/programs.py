@@ -45,10 +45,12 @@ from adjoint.engine.tile import (
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
+from adjoint.loss import WeightSum
 
 Replay = Callable[[], None]
-# "linearize_again" leaves out what only its output needs: see `Stage.linearize_again`.
-Mode = Literal["forward", "linearize", "linearize_again"]
+# "linearize_again" leaves out what only its output needs: see `Stage.linearize_again`. "linearize_adding" is
+# of a loss whose cotangent is known: the head adds to its weight's sum at once (`Gradients.weight_sum`).
+Mode = Literal["forward", "linearize", "linearize_again", "linearize_adding"]
 ALIGNMENT = 256  # bytes, as of a tensor that torch allocates on a GPU
 MAX_KINDS = 64  # of tiles that are remembered: lengths that never come again would collect
 PLAIN_WEIGHTS = "plain tensors"  # the name of `Weights` itself
@@ -541,12 +543,15 @@ class Programs:
                     torch._foreach_copy_(slots.outputs, [y, *after])
 
                 return _Program(recorder.record(forward), start, tile)
-            gradients, tapes, has_results = _SlotGradients(stage, slots), list[Pullback](), list[bool]()
+            adds = mode == "linearize_adding"
+            gradients = _SlotGradients(stage, slots, slots.cotangents[0] if adds else None)
+            tapes, has_results = list[Pullback](), list[bool]()
+            call_stage = inner.linearize_again if mode == "linearize_again" else inner.linearize
             for slot in _all(slots.cotangents):
                 slot.zero_()
 
             def linearize() -> None:
-                y, after, tape = getattr(inner, mode)(x, static_state, static_chunk, gradients)
+                y, after, tape = call_stage(x, static_state, static_chunk, gradients)
                 torch._foreach_copy_(slots.outputs, [y, *after])
                 tapes.append(tape)
 
@@ -606,9 +611,7 @@ class Programs:
         """Replay a mode's pullback; return copies of the inputs' cotangents."""
         slots, (*_, replay, has_results) = kind.slots, kind.programs[mode]
         assert slots is not None and replay is not None
-        summing = self.summing
-        if summing is not None and not (summing.gradients is gradients and summing.slots.shares_front(slots)):
-            self.store_sums()
+        self._leave_others_sums(slots, gradients)
         pairs = [(slot, d) for slot, d in zip(slots.cotangents, cotangents, strict=True) if slot is not None]
         is_first, has_later = self.summing is None, any(d is not None for _, d in pairs[1:])
         start, stop = slots.sums_range if has_later else slots.later_range
@@ -633,6 +636,25 @@ class Programs:
             self.store_sums()
         copies = iter(_copies_of(_all(itertools.compress(slots.results, has_results))))
         return [next(copies) if is_there else None for is_there in has_results]
+
+    def _leave_others_sums(self, slots: _Slots, gradients: Gradients) -> None:
+        """Store sums that are in the arena, if they are of another step or in other places."""
+        summing = self.summing
+        if summing is not None and not (summing.gradients is gradients and summing.slots.shares_front(slots)):
+            self.store_sums()
+
+    def begin_sums(self, kind: _Kind, stage: Replayed, gradients: Gradients) -> None:
+        """Have a step's sums and the loss's cotangent in the slots, before a head adds to them."""
+        slots = kind.slots
+        assert slots is not None and gradients.loss_cotangent is not None
+        self._leave_others_sums(slots, gradients)
+        targets, sources = _all(slots.cotangents[:1]), [gradients.loss_cotangent]
+        if self.summing is None:
+            start, stop = slots.sums_range
+            slots.memory[start:stop].zero_()
+            self._load_sums(slots, stage, gradients, targets, sources)
+            self.summing = _Summing(slots, stage, gradients, list(kind.has_sum))
+        _copy(targets, sources)
 
     def _load_sums(
         self,
@@ -736,8 +758,8 @@ def _words(tensor: Tensor) -> Tensor:
 class _SlotGradients(Gradients):
     """Sums in a kind's slots, to which its recorded pullbacks add."""
 
-    def __init__(self, stage: Replayed, slots: _Slots) -> None:
-        super().__init__()
+    def __init__(self, stage: Replayed, slots: _Slots, loss_cotangent: Tensor | None) -> None:
+        super().__init__(loss_cotangent=loss_cotangent)
         self.touched = set[Tensor]()
         self.slot_excess = dict[Tensor, Tensor]()
         for parameter, total, excess in zip(stage.parameters(), slots.sums, slots.excess, strict=True):
@@ -755,6 +777,12 @@ class _SlotGradients(Gradients):
     def _add_to_sums(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.touched.update([parameter for parameter, _ in pairs])
         super()._add_to_sums(pairs)
+
+    def weight_sum(self, parameter: Tensor) -> WeightSum | None:
+        weight_sum = super().weight_sum(parameter)
+        if weight_sum is not None:
+            self.touched.add(parameter)
+        return weight_sum
 
     def _sum_of(self, parameter: Tensor) -> Tensor:
         self.touched.add(parameter)
@@ -892,6 +920,10 @@ class Replayed(Stage):
         kind.is_verified = True
         self._compared(kind, replayed, lambda: self.stage.forward(x, state, chunk))
 
+    def end_backward(self) -> None:
+        self.stage.end_backward()
+        self._tensors = None  # casts of weights
+
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.stage.advance(x, state, chunk)
 
@@ -911,6 +943,10 @@ class Replayed(Stage):
         programs, inputs = self.programs, self._inputs(x, state, chunk)
         kind = programs.kind(self, inputs, state, chunk)
         call = self.stage.linearize if mode == "linearize" else self.stage.linearize_again
+        if self.is_loss and gradients.loss_cotangent is not None:
+            programs.store_sums()  # to which the stage itself may add at once
+            if any(p in gradients.sums for p in self._listed):
+                mode = "linearize_adding"
         if kind is None:
             return self._eager(call(x, state, chunk, gradients))
         program = programs.program(kind, mode, self, inputs, chunk)
@@ -922,9 +958,12 @@ class Replayed(Stage):
             y, after, tape = call(x, state, chunk, gradients)
             programs.note_forward(kind, mode, self, inputs, y, after)
             return self._eager((y, after, tape), kind)
+        if mode == "linearize_adding":
+            programs.bind(kind, self)
+            programs.begin_sums(kind, self, gradients)
         run = programs.run_call(kind, mode, self, inputs, state)
         assert kind.slots is not None
-        y, after = self._outputs(kind.slots, copies=mode == "linearize")
+        y, after = self._outputs(kind.slots, copies=mode != "linearize_again")
         if not kind.is_trusted(program, chunk):
             kind.is_verified |= program.start != chunk.start
             y, after = self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
@@ -936,6 +975,7 @@ class Replayed(Stage):
                 run_tile = gradients.unlisted_leaves.run_tile
                 return run_tile(lambda: call(x, state, chunk, gradients))[2](dy, d_after)
             if programs.runs != run:
+                assert mode != "linearize_adding", "a head is pulled back before anything else is replayed"
                 programs.run_call(kind, mode, self, inputs, state)
             dx, *d_before = programs.pull_back(kind, mode, self, (dy, *d_after), gradients)
             if self.is_loss or not chunk.start:  # other stages are next; or it is the last one

@@ -162,6 +162,9 @@ class Stage(abc.ABC):
         """Run `linearize` for its pullback alone: the output may be anything of its shape."""
         return self.linearize(x, state, chunk, gradients)
 
+    def end_backward(self) -> None:  # noqa: B027 - only some stages keep anything
+        """Drop what is kept from tile to tile: no other tile of this backward will run."""
+
     # -------------------------------------------------- what recordings of its tiles need (`engine.programs`)
 
     @property
@@ -354,6 +357,9 @@ class Layer(Stage):
     ) -> tuple[Tensor, State, Pullback]:
         with unread(self._last_product):
             return self.linearize(x, state, chunk, gradients)
+
+    def end_backward(self) -> None:
+        self.casts.drop()
 
     @functools.cached_property
     def program_structure(self) -> Hashable | None:
