@@ -415,6 +415,9 @@ class Programs:
         counts: dict[Hashable, int] = {}
         for member in replayed:
             counts[member.structure] = counts.get(member.structure, 0) + 1
+        for stage in arranged:
+            if isinstance(stage, Replayed):
+                stage.is_whole_stage = True
         for member in replayed:
             member.has_own_program = counts[member.structure] == 1
         return arranged
@@ -809,11 +812,12 @@ class Replayed(Stage):
     Attributes:
         has_own_program: whether no other stage of the step is of its kind, so that a recording may read its
             weights where they are.
+        is_whole_stage: whether the engine runs it; else a `LayerRun` does.
     """
 
     def __init__(self, stage: Stage, programs: Programs) -> None:
         self.stage, self.programs = stage, programs
-        self.has_own_program = False
+        self.has_own_program = self.is_whole_stage = False
         self._listed: list[Tensor] = list(stage.parameters())
         self._tensors: list[Tensor] | None = None
         self._keys: dict[bool, Hashable | None] = {}
@@ -945,7 +949,8 @@ class Replayed(Stage):
         call = self.stage.linearize if mode == "linearize" else self.stage.linearize_again
         if self.is_loss and gradients.loss_cotangent is not None:
             programs.store_sums()  # to which the stage itself may add at once
-            if any(p in gradients.sums for p in self._listed):
+            # of a head by itself the cotangent is 1 at first, and the sum may as well begin with zeros
+            if self.is_whole_stage or any(p in gradients.sums for p in self._listed):
                 mode = "linearize_adding"
         if kind is None:
             return self._eager(call(x, state, chunk, gradients))
