@@ -412,6 +412,11 @@ class Programs:
         replayed = [member for stage in arranged if stage is not None for member in _replayed(stage)]
         listed = [p for stage in arranged if stage is not None for p in dict.fromkeys(stage.parameters())]
         self.shared_parameters = {p for p, count in collections.Counter(listed).items() if count > 1}
+        if not any(member.stateful for member in replayed):
+            self._say(
+                "cuda_graphs: no layer of this step is recorded; those of a wrapped model are with segment_layers, "
+                "which chunk_size by itself leaves out"
+            )
         counts: dict[Hashable, int] = {}
         for member in replayed:
             counts[member.structure] = counts.get(member.structure, 0) + 1

@@ -128,7 +128,10 @@ class ChunkLosses:
         self.memory: Tensor | None = None
 
     def __setitem__(self, chunk: int, loss: Tensor) -> None:
-        self.place(chunk, loss.dtype, loss.device).copy_(loss.detach())
+        if self.memory is None:
+            self.memory = torch.empty(self.chunks, dtype=loss.dtype, device=loss.device)
+        self.memory[chunk] = loss.detach()
+        self.written.add(chunk)
 
     def place(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the place of a chunk's loss, a scalar, to be written."""

@@ -34,17 +34,16 @@ class Chunks:
         self.last: Batch | None = None
 
     def __getitem__(self, c: int) -> Batch:
-        if c + 1 == self.grid.chunks:
-            self.last = self._make(c) if self.last is None else self.last
+        is_last = c + 1 == self.grid.chunks
+        if is_last and self.last is not None:
             return self.last
         latest = self.latest
         if latest is None or latest[0] != c:
-            self.latest = latest = c, self._make(c)
+            start, stop = self.grid.cuts[c : c + 2]
+            self.latest = latest = c, self.batch.chunk(start, stop, *self.grid.documents[c])
+        if is_last:
+            self.last = latest[1]
         return latest[1]
-
-    def _make(self, c: int) -> Batch:
-        start, stop = self.grid.cuts[c : c + 2]
-        return self.batch.chunk(start, stop, *self.grid.documents[c])
 
 
 class Documents:

@@ -131,21 +131,14 @@ class HFModel:
                 self.stage.temperature = self.temperature
         self._trained_parameters = self.stage.trained_parameters
         stages = [self.stage] if collect is None else [self.stage, collect]
-        return make_step(
-            stages, batch, spec, backward_context(verification), group, self._rows_at, self._programs(group)
-        )
-
-    def _programs(self, group: dist.ProcessGroup | None) -> Programs | None:
-        """Return the recordings of tiles, if the method has any.
-
-        Raises:
-            UserError: such weights, or ranks that share a sequence, have none.
-        """
-        wrap_state = self.verification.wrap_state
-        if not wrap_state.method.cuda_graphs:
-            return None
-        refuse_graphs(self.verification.holding.kind.name, group is not None)
-        return wrap_state.programs
+        programs: Programs | None = None
+        if verification.wrap_state.method.cuda_graphs:
+            holding = verification.holding
+            is_split = not holding.is_plain and holding.kind is Weights
+            refuse_graphs("tensor parallelism" if is_split else holding.kind.name, group is not None)
+            programs = verification.wrap_state.programs
+        backward = backward_context(verification)
+        return make_step(stages, batch, spec, backward, group, self._rows_at, programs)
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""

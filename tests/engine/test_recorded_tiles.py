@@ -288,6 +288,16 @@ def test_without_a_gpu_nothing_is_recorded(
     assert said == ["cuda_graphs: on cpu nothing is recorded, and every tile runs as without it"]
 
 
+def test_a_model_that_is_one_stage_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "adjoint")
+    twins = Twins("BambaForCausalLM", segment_layers=None)
+    twins.step()
+    twins.step()
+    said = [line for line in caplog.messages if line.startswith("cuda_graphs")]
+    assert len(said) == 1 and "no layer of this step is recorded" in said[0]
+    assert twins.recorder.recordings == 0
+
+
 def test_copies_have_no_recordings() -> None:
     twins = Twins("mamba2")
     for _ in range(2):
