@@ -414,8 +414,8 @@ class Programs:
         self.shared_parameters = {p for p, count in collections.Counter(listed).items() if count > 1}
         if not any(member.stateful for member in replayed):
             self._say(
-                "cuda_graphs: no layer of this step is recorded; those of a wrapped model are with segment_layers, "
-                "which chunk_size by itself leaves out"
+                "cuda_graphs: no layer of this step is recorded; those of a wrapped model are with "
+                "segment_layers, which chunk_size by itself leaves out"
             )
         counts: dict[Hashable, int] = {}
         for member in replayed:
