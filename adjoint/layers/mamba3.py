@@ -7,7 +7,7 @@ queries are rotated by angles that add up over time: a complex-valued state in r
 token has `mimo_rank` each of v, k, q and y, which share h: v ⊗ k is summed over them."""
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -255,6 +255,24 @@ def _heavy_tail(x: Tensor) -> Tensor:
     return x.clamp_min(0) + 1 / (1 - x.clamp_max(0))
 
 
+class _Context(Protocol):
+    """The values that `_Angles` and `_Frame` store for their backward.
+
+    Attributes:
+        angles, dtype: of the turn of a state.
+        halves: as in `_Turned`.
+    """
+
+    angles: int
+    dtype: torch.dtype
+    halves: bool
+    saved_tensors: tuple[Tensor | None, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
 class _Angles(torch.autograd.Function):
     """Angles of all tokens as they are, and those of the last; with gradients that keep float32's digits.
 
@@ -268,13 +286,17 @@ class _Angles(torch.autograd.Function):
     Outputs `before` and `after` are zeros, for `_Frame`."""
 
     @staticmethod
-    def forward(ctx: Any, angles: Tensor, angle: Tensor, reset_at: Tensor | None) -> Any:
+    def forward(
+        ctx: _Context, angles: Tensor, angle: Tensor, reset_at: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.save_for_backward(reset_at)
         return angles.view_as(angles), angles[:, -1].clone(), torch.zeros_like(angle), torch.zeros_like(angle)
 
     @staticmethod
     @differentiable_once("the sum of angles")
-    def backward(ctx: Any, d_angles: Tensor, d_last: Tensor, before: Tensor, after: Tensor) -> Any:
+    def backward(
+        ctx: _Context, d_angles: Tensor, d_last: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         (reset_at,) = ctx.saved_tensors
         # bitwise 0 if no later token's loss depends on all being turned: chunks add no rounding
         d_angle = (d_last + after) - before
@@ -291,7 +313,7 @@ class _Frame(torch.autograd.Function):
     """A state as it is; the gradient of `turn` (batch, nheads, angles), 0, is that of turning the state."""
 
     @staticmethod
-    def forward(ctx: Any, state: Tensor, turn: Tensor, halves: bool) -> Tensor:
+    def forward(ctx: _Context, state: Tensor, turn: Tensor, halves: bool) -> Tensor:
         ctx.save_for_backward(state)
         ctx.angles, ctx.dtype, ctx.halves = turn.shape[-1], turn.dtype, halves
         ctx.set_materialize_grads(False)
@@ -299,10 +321,11 @@ class _Frame(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("the rotation of states")
-    def backward(ctx: Any, d_state: Tensor | None) -> Any:
+    def backward(ctx: _Context, d_state: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         if d_state is None:
             return None, None, None
         (state,) = ctx.saved_tensors
+        assert state is not None
         (a, b), (da, db) = (_pairs(t.to(ctx.dtype), ctx.angles, ctx.halves) for t in (state, d_state))
         return d_state, (a * db - b * da).sum(-2), None
 

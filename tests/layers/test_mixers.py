@@ -229,7 +229,7 @@ def test_mamba3_equals_its_recurrence(variant: str, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("begins", [None, 7], ids=["one document", "two documents"])
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3, mimo"])
 def test_gradients_of_mamba3_are_those_of_its_recurrence(variant: str, begins: int | None) -> None:
-    """Of losses of outputs and final states, angles too; a document begins in the second row alone."""
+    """The loss is one of outputs and final states, angles too; a document begins in the second row alone."""
     mixer, n = make_model(variant, d_state=10).layers[0].mixer, 24
     x = torch.randn(2, n, 12, dtype=torch.float64, requires_grad=True)
     start = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
@@ -251,8 +251,8 @@ def test_gradients_of_mamba3_are_those_of_its_recurrence(variant: str, begins: i
         y, state = mamba3_step(mixer, x[:, t], state)
         outputs.append(y)
     expected = torch.autograd.grad(loss(torch.stack(outputs, dim=1), state), leaves)
-    own = mixer(x, tuple(start), seq_idx=None if begins is None else seq_idx)
-    for gradient, value in zip(torch.autograd.grad(loss(*own), leaves), expected, strict=True):
+    result = mixer(x, tuple(start), seq_idx=None if begins is None else seq_idx)
+    for gradient, value in zip(torch.autograd.grad(loss(*result), leaves), expected, strict=True):
         assert relative(gradient, value) <= 1e-11
 
 
