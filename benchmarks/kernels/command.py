@@ -3,8 +3,8 @@
 - Every point is a fresh process; processes of different contenders alternate, `--repeats` times; published is
   the median over processes of each one's median. Contenders known to be slow (loops, torch.compile) run once.
 - `--before COMMIT` times this package as it was, too, in alternation.
-- `--clock processor` counts the process's own time on processors, for a machine that others use meanwhile; there
-  is no roof then.
+- `--clock processor` counts the process's own time on processors, for a machine that others use meanwhile;
+  there is no roof then.
 - `--threads 1 2` runs all with one thread, and this package with two as well; the roof is that of one.
 - Values first: output and every gradient against the operation in float64 (‖error‖ / ‖value‖). Who is off by
   more than the dtype allows is reported as wrong and not timed, ourselves included.

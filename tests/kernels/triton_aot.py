@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import os
 import re
 import subprocess
@@ -56,6 +57,13 @@ POINTERS = {
 BF16, FP32 = torch.bfloat16, torch.float32
 MULTIPROCESSORS = 132  # of the device that launches are made for: enough that sequences are split
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# Those of Triton that change what a kernel takes, if its release has them.
+PTXAS_OPTIONS = [
+    option
+    for option in ("--regAllocOptLevel=2",)
+    if option in inspect.getsource(triton.backends.nvidia.compiler)
+]
+ARCHITECTURES = 80, 90, 100, 103, 120, 121
 ENVIRONMENT = "environment"  # of a recorded launch: the variables that the compiler reads
 
 
@@ -80,7 +88,8 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        variables = {name: os.environ[name] for name in (common.DISABLE_WGMMA.name,) if name in os.environ}
+        names = [variable.name for variable in common.ASYNCHRONOUS_PRODUCTS.values()]
+        variables = {name: os.environ[name] for name in names if name in os.environ}
         launches.append((self, args, kwargs | {ENVIRONMENT: variables}))
 
     with mock.patch.object(JITFunction, "run", run):
@@ -152,7 +161,7 @@ def run_ptxas(ptx: str, folder: str) -> tuple[Path, str]:
     ptxas = get_ptxas(int(re.search(r"\d+", arch).group())).path
     source = Path(folder) / "kernel.ptx"
     source.write_text(ptx)
-    command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
+    command = [ptxas, "-v", *PTXAS_OPTIONS, f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
     return Path(ptxas), subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -167,8 +176,8 @@ def compile_call(
 ) -> list[Compiled]:
     """Every kernel that ``call`` launches on a big device, compiled, or of those the ones in ``only``; those
     that came out alike once."""
-    on_hopper = mock.patch.object(common, "_is_hopper", return_value=capability == 90)
-    with record_launches() as launches, on_a_big_device(), on_hopper:
+    on_gpu = mock.patch.object(common, "_major_capability", return_value=capability // 10)
+    with record_launches() as launches, on_a_big_device(), on_gpu:
         call()
     built: dict[Compiled, None] = {}
     for launch in launches:
@@ -309,7 +318,7 @@ instructions in the code. Made by `python -m tests.kernels.triton_aot --out FILE
 """
 
 
-def table(names: Sequence[str] = (), capabilities: Sequence[int] = (80, 90)) -> Iterator[str]:
+def table(names: Sequence[str] = (), capabilities: Sequence[int] = ARCHITECTURES) -> Iterator[str]:
     """Rows of a Markdown table of the resources of every call in MAIN whose name contains one of
     ``names``."""
     columns = "warps", "registers", "spilled bytes", "shared bytes", "shuffles", "barriers"
