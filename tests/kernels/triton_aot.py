@@ -4,11 +4,12 @@ A launch is recorded instead of run (tensors may be on the ``meta`` device, so a
 arguments give the kernel's signature, and the PTX goes through the ptxas in Triton's wheel, which reports
 registers and spills.
 
-    python -m tests.kernels.triton_aot [--out benchmarks/results/triton-resources.md] [NAME …]
+    python -m tests.kernels.triton_aot [--architectures 80 90] [--out FILE] [NAME …]
 
 writes the table of every call in ``MAIN`` (or of those whose name contains a NAME): kernel, target,
-registers, spills, shared memory, shuffles, barriers. Takes some minutes. Another version of Triton on
-PYTHONPATH is the one that compiles.
+registers, spills, shared memory, shuffles, barriers. Takes some minutes an architecture. Another version of
+Triton on PYTHONPATH is the one that compiles. The results are in benchmarks/results/triton-resources.md
+(--architectures 80 90) and triton-resources-blackwell.md (--architectures 100 103 120 121).
 """
 
 from __future__ import annotations
@@ -302,6 +303,8 @@ MAIN = _calls()
 SPILLING = "delta rule, fp32", "KDA, fp32", "DPLR, fp32", "DPLR, bf16, resets", "DPLR, bf16, d_k 256"
 # Bytes that a kernel of these may spill: an H200 was faster with them than with smaller tiles, which do not.
 MAX_SPILLED_BYTES = {"delta rule, bf16": 1600, "KDA, bf16": 1600}
+# The same for Blackwell, on which none has run.
+MAX_SPILLED_BYTES_ON_BLACKWELL = {"delta rule, bf16": 1700, "KDA, bf16": 2000, "SSD scan, bf16": 24}
 # Bytes, on sm_80 and on sm_90, of which one may spill nothing.
 SPILLS: dict[str, tuple[dict[str, int], ...]] = {
     "DPLR, bf16, d_k 128": ({"read_kernel": 16},),
@@ -333,11 +336,12 @@ def table(names: Sequence[str] = (), capabilities: Sequence[int] = ARCHITECTURES
                 yield f"{start}| {k.registers} | {k.spills} | {k.shared} | {k.shuffles} | {k.barriers} |"
 
 
-def versions() -> str:
+def versions(capabilities: Sequence[int]) -> str:
     """Triton, its ptxas and torch, and today's date."""
-    report = subprocess.check_output([get_ptxas(90).path, "--version"], text=True)
-    release = re.search(r"release [\d.]+, (V[\d.]+)", report)
-    ptxas = release.group(1) if release else "of unknown version"
+    paths = dict.fromkeys(get_ptxas(capability).path for capability in capabilities)
+    reports = [subprocess.check_output([path, "--version"], text=True) for path in paths]
+    releases = [re.search(r"release [\d.]+, (V[\d.]+)", report) for report in reports]
+    ptxas = " and ".join(release.group(1) if release else "of unknown version" for release in releases)
     return (
         f"Triton {triton.__version__} with its ptxas {ptxas}, torch {torch.__version__}, "
         f"{datetime.date.today().isoformat()}."
@@ -347,11 +351,12 @@ def versions() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Registers, spills and shared memory of the Triton kernels.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only calls whose name contains it")
+    parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--out", type=Path, help="write a Markdown file too")
     options = parser.parse_args()
-    lines = ["# Resources of the Triton kernels", "", INTRODUCTION, versions(), ""]
+    lines = ["# Resources of the Triton kernels", "", INTRODUCTION, versions(options.architectures), ""]
     print("\n".join(lines))
-    for row in table(options.names):
+    for row in table(options.names, options.architectures):
         print(row, flush=True)
         lines.append(row)
     if options.out:
