@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adjoint.engine.budget import budget_bytes
 from adjoint.engine.grid import EngineSpec
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.layers.bidirectional_mixer import directions_of
@@ -35,6 +36,7 @@ SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not sh
 # Segments of layers get the longest chunks with which they take so much of the memory that gradient
 # checkpointing's activations take; longer ones save little time.
 SHARE_OF_CHECKPOINTING = 0.8
+MOST_OF_MEMORY = 1 / 4  # of a GPU's memory, for segments' inputs and a chunk's tape
 # Outputs of attention that are not computed again may take such a share of the activations.
 ATTENTION_SHARE = 0.25
 
@@ -117,7 +119,7 @@ def sizes_of_stack(
         width=config.d_model,
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
-        stream=config.d_model * element,
+        stream=config.d_model * max(element, 4),  # the residual stream
         has_attention="attention" in config.mixers,
     )
 
@@ -180,18 +182,26 @@ def chunk_size_for(
 
 
 def segments_for(
-    sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None
+    sizes: Sizes,
+    batch: int,
+    seqlen: int,
+    device: str,
+    memory: float | None = None,
+    budget: float | None = None,
 ) -> SegmentSize | None:
     """Return the tokens of a chunk and the layers of a segment; None if all layers are better one segment.
 
     With one segment a chunk's tape has all layers, so chunks must be short. In segments of G layers it has
     1/G of them, and the forward stores each segment's input. Chunks are the longest with which that takes
-    `SHARE_OF_CHECKPOINTING`, and segments have as many layers as then take the least memory. One segment is
-    better on a CPU, which short chunks keep busy; where a batch fits into one small chunk, of which nothing
-    is computed again; and in sequences so long that the inputs of segments take more than such a tape.
+    `SHARE_OF_CHECKPOINTING` and `MOST_OF_MEMORY` at most, or that share of a budget; segments have as many
+    layers as then take the least memory. One segment is better on a CPU, which short chunks keep busy; where
+    a batch fits into one small chunk, of which nothing is computed again; and in sequences so long that
+    segments take more memory than one, and their chunks are not twice as long.
 
     Args:
         batch, seqlen, device, memory: as in `chunk_size_for`.
+        budget: bytes for what the forward keeps and a chunk's tape; None for what gradient checkpointing
+            would take. Too small a one gets the shortest chunks.
     """
     if device != "cuda" or sizes.layers < 2 or sizes.weights_on_host:
         return None
@@ -199,17 +209,23 @@ def segments_for(
     if tokens * sizes.bytes_per_token <= SMALL_SHARE * memory:
         return None
     inputs, tape = sizes.layers * tokens * sizes.stream, sizes.bytes_per_token / sizes.layers
-    one_segment = chunk_size_for(sizes, batch, seqlen, device, memory) * batch * sizes.bytes_per_token
+    chunk_of_one = chunk_size_for(sizes, batch, seqlen, device, memory)
+    one_segment = chunk_of_one * batch * sizes.bytes_per_token
+    checkpointing = inputs + tokens * tape
+    limit = SHARE_OF_CHECKPOINTING * (checkpointing if budget is None else budget)
+    limit = min(limit, MOST_OF_MEMORY * memory) if budget is None else limit
+    shortest: SegmentSize | None = None
     for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
         size = -(-seqlen // (chunks * 256)) * 256
         if size * batch > LONGEST_GPU_CHUNK and size > 256:
             continue
         layers = max(1, min(round((inputs / (size * batch * tape)) ** 0.5), sizes.layers))
         needed = inputs / layers + layers * size * batch * tape
-        if needed <= SHARE_OF_CHECKPOINTING * (inputs + tokens * tape):
-            is_better = needed < one_segment and layers < sizes.layers
+        is_better = layers < sizes.layers and (needed < one_segment or size >= 2 * chunk_of_one)
+        if needed <= limit:
             return SegmentSize(size, layers) if is_better else None
-    return None
+        shortest = SegmentSize(size, layers) if is_better else shortest
+    return None if budget is None else shortest
 
 
 def with_attention_bytes(
@@ -232,9 +248,12 @@ def with_attention_bytes(
     return dataclasses.replace(spec, storage=storage)
 
 
-def segments_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> SegmentSize | None:
-    """Return `segments_for` a device of this machine."""
-    return segments_for(sizes, batch, seqlen, device.type, memory_of(device))
+def segments_on(
+    device: torch.device, sizes: Sizes, batch: int, seqlen: int, budget: float | str | None = None
+) -> SegmentSize | None:
+    """Return `segments_for` a device of this machine; a budget may be "auto" (`Exact(memory="auto")`)."""
+    available = None if budget is None or device.type != "cuda" else budget_bytes(budget, device)
+    return segments_for(sizes, batch, seqlen, device.type, memory_of(device), available)
 
 
 def busy_gpu_tokens(sizes: Sizes, memory: float, tokens: int) -> float:
