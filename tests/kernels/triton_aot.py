@@ -9,7 +9,7 @@ registers and spills.
 writes the table of every call in ``MAIN`` (or of those whose name contains a NAME): kernel, target,
 registers, spills, shared memory, shuffles, barriers. Takes some minutes an architecture. Another version of
 Triton on PYTHONPATH is the one that compiles. The results are in benchmarks/results/triton-resources.md
-(--architectures 80 90) and triton-resources-blackwell.md (--architectures 100 103 120 121).
+(--architectures 80 90) and triton-resources-blackwell.md (--architectures 100 103 120 121 --out FILE bf16).
 """
 
 from __future__ import annotations
@@ -359,7 +359,9 @@ def main() -> None:
     parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--out", type=Path, help="write a Markdown file too")
     options = parser.parse_args()
-    lines = ["# Resources of the Triton kernels", "", INTRODUCTION, versions(options.architectures), ""]
+    chosen = " ".join(map(str, (*options.architectures, "--out FILE", *options.names)))
+    introduction = INTRODUCTION.replace("--out FILE", f"--architectures {chosen}")
+    lines = ["# Resources of the Triton kernels", "", introduction, versions(options.architectures), ""]
     print("\n".join(lines))
     for row in table(options.names, options.architectures):
         print(row, flush=True)
