@@ -207,6 +207,13 @@ MUTATIONS: dict[str, Mutation] = {
         "            if False:\n",
         "tests/engine/test_sequence.py",
     ),
+    "calls-of-ranks": Mutation(
+        "calls under FSDP2 that differ between ranks are one line on every rank",
+        "hf/agreed_calls.py",
+        "    if high != -low:\n",
+        "    if False:\n",
+        "tests/hf/test_fsdp.py -k other_arguments",
+    ),
     "own-heads": Mutation(
         "norms of a rank's own heads get the sum of all ranks' gradients",
         "hf/tensor_parallel.py",

@@ -75,6 +75,7 @@ from adjoint.hf.verify.trial_copy import (
 from adjoint.hf.verify.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
 from adjoint.hf.verify.trials import (
     ignores_input,
+    keeps_documents_apart,
     refuse_if_documents_mix,
     refuse_left_padding,
     reproduces_padding,
@@ -153,14 +154,19 @@ class Verification:
     def compute_once(self, key: Hashable, find: Callable[..., T], *args: object) -> T:
         """Return find(*args), which is called once for each key; an error is not remembered."""
         if key not in self.results:
-            before = ForwardState(self.model, self.snapshot)
-            with _without_fallback_warnings(), full_float32():
-                result = find(*args)
-            # Trials may change settings: RecurrentGemma's own forward stores a state in its mixers.
-            before.restore_settings(Snapshot(self.model), hooks=False)
-            self.results[key] = result
+            self.results[key] = self.without_traces(find, *args)
         computed: T = self.results[key]
         return computed
+
+    def without_traces(self, find: Callable[..., T], *args: object) -> T:
+        """Return find(*args), a trial; settings of the model are as before.
+
+        Trials may change them: RecurrentGemma's own forward stores a state in its mixers."""
+        before = ForwardState(self.model, self.snapshot)
+        with _without_fallback_warnings(), full_float32():
+            result = find(*args)
+        before.restore_settings(Snapshot(self.model), hooks=False)
+        return result
 
     def examine_once(self, find: Callable[[PreTrainedModel], T]) -> T:
         """Return find(model), called once with the original forwards; it may run the model's modules."""
@@ -305,8 +311,13 @@ def verify(call: Call) -> Verification:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
-    needs = kind.padded, call.reads_padding, call.is_padded_left, call.is_packed
-    padded, reads_padding, is_padded_left, is_packed = map(bool, current_weights(model).largest(*needs))
+    names = tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
+    packed_key = "packed", names, call.arguments.get("use_cache")
+    tries_documents = call.is_packed and packed_key not in verification.results
+    needs = kind.padded, call.reads_padding, call.is_padded_left, tries_documents
+    padded, reads_padding, is_padded_left, any_tries_documents = map(
+        bool, current_weights(model).largest(*needs)
+    )
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
     def compare_gradients(kind: CallKind) -> float:
@@ -336,13 +347,12 @@ def verify(call: Call) -> Verification:
     if is_padded_left:
         with in_eval_mode(model):
             verification.compute_once("padded at the left", refuse_left_padding, model)
-    if is_packed:
+    if any_tries_documents:
         with in_eval_mode(model):
-            names = tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
-            use_cache = call.arguments.get("use_cache")
-            verification.compute_once(
-                ("packed", names, use_cache), warn_if_documents_mix, model, names, use_cache
-            )
+            if tries_documents:
+                verification.compute_once(packed_key, warn_if_documents_mix, model, *packed_key[1:])
+            else:  # for another rank
+                verification.without_traces(keeps_documents_apart, model, ("position_ids",), False)
     return verification
 
 
