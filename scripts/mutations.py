@@ -203,9 +203,16 @@ MUTATIONS: dict[str, Mutation] = {
     "ranks-agree": Mutation(
         "ranks of a sequence_group that call differently all stop",
         "parallel/context.py",
-        "            if rank is not None:\n",
+        "            if other is not None:\n",
         "            if False:\n",
         "tests/engine/test_sequence.py",
+    ),
+    "ranks-told": Mutation(
+        "the ranks of a sequence_group are told that one has refused its call",
+        "parallel/context.py",
+        "        if _agreements.get(group, 0) == agreements:\n",
+        "        if False:\n",
+        "tests/engine/test_sequence.py -k refuses",
     ),
     "calls-of-ranks": Mutation(
         "calls under FSDP2 that differ between ranks are one line on every rank",

@@ -46,6 +46,7 @@ from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
+    current_holding,
     current_weights,
     current_weights_type,
     original_class,
@@ -73,6 +74,7 @@ from adjoint.hf.token_values import token_values
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.verify.first_use import (
     Verification,
+    refuse_different_parts,
     refuse_documents_that_mix,
     refuse_unknown_inputs,
     verification_of,
@@ -82,6 +84,7 @@ from adjoint.hf.verify.first_use import (
 from adjoint.hf.verify.trials import ignores_input
 from adjoint.hf.wrap_state import CallNeeds, WrapState, wrap_state_or_original
 from adjoint.methods import is_plain
+from adjoint.parallel.context import telling_ranks
 from adjoint.parallel.fsdp import inside_forward
 
 # Takes a module through which calls enter, and the call's arguments by name.
@@ -165,31 +168,39 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
         needs = agree_on_call(call) if _has_ranks() and not is_plain(wrap_state.method) else None
         if not call.has_labels:
             return _lm_without_labels(call, wrap_state, needs)
-        method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
-        is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
-        runs_plainly = not (method.has_chunks or has_pieces)
-        if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
-            if is_extra and not runs_plainly:
-                _warn_not_chunked(call)
-            with calling_original_forwards(self):
-                return call.run_original()
-        check.refuse_transforms(self)
-        if wrap_state.values_asked is not None:
-            return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
-        call, logits = _without_unread_count(call), None
-        if wrap_state.group is None and call.logits_index is None and defers_logits():
-            logits = LogitsOfCall(call, _hidden_for_logits)
-        if has_pieces:
-            output = _loss_by_mini_sequence(call)
-        elif call.extra_outputs:
-            output = _loss_with_state(call)
-        else:
-            at_language_model = _at_language_model(call)
-            output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        if logits is not None and output.loss is not None:
-            # of calls that hang together each would keep the cache before it
-            has_gradients = call.cache is not None and detached(call.cache) is not call.cache
-            compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
+        if wrap_state.group is None:
+            return _lm_with_labels(call, wrap_state)
+        with telling_ranks(wrap_state.group, current_holding(self).device):
+            return _lm_with_labels(call, wrap_state)
+
+
+def _lm_with_labels(call: Call, wrap_state: WrapState) -> ModelOutput | tuple[Tensor, ...]:
+    """Run the causal LM's loss by the method, or transformers' forward."""
+    model, method, has_pieces = call.model, wrap_state.method, wrap_state.method.pieces is not None
+    is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
+    runs_plainly = not (method.has_chunks or has_pieces)
+    if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
+        if is_extra and not runs_plainly:
+            _warn_not_chunked(call)
+        with calling_original_forwards(model):
+            return call.run_original()
+    check.refuse_transforms(model)
+    if wrap_state.values_asked is not None:
+        return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
+    call, logits = _without_unread_count(call), None
+    if wrap_state.group is None and call.logits_index is None and defers_logits():
+        logits = LogitsOfCall(call, _hidden_for_logits)
+    if has_pieces:
+        output = _loss_by_mini_sequence(call)
+    elif call.extra_outputs:
+        output = _loss_with_state(call)
+    else:
+        at_language_model = _at_language_model(call)
+        output = _loss_by_chunks(at_language_model, verify(at_language_model))
+    if logits is not None and output.loss is not None:
+        # of calls that hang together each would keep the cache before it
+        has_gradients = call.cache is not None and detached(call.cache) is not call.cache
+        compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -225,8 +236,10 @@ def _without_unread_count(call: Call) -> Call:
     name = "num_items_in_batch"
     if not call.has(name):
         return call
-    verification = verification_of(call.model)
-    if not verification.compute_once(("ignored", name, True), ignores_input, call.model, name, True):
+    verification, key = verification_of(call.model), ("ignored", name, True)
+    if key not in verification.results:
+        refuse_different_parts(call, verification.holding)  # a rank without it would not try it
+    if not verification.compute_once(key, ignores_input, call.model, name, True):
         return call
     return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.late_gradient import refusing_gradient
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.runner import run_hidden, run_loss
@@ -38,7 +42,7 @@ from adjoint.layers.strands import (
 )
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
-from adjoint.parallel.context import group_of
+from adjoint.parallel.context import group_of, telling_ranks
 from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
 from adjoint.stack.structure import WHOLE_SEQUENCE
@@ -67,6 +71,28 @@ class StackOutput:
     hidden_states: Tensor | None = None
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+GROUP = "sequence_group"
+PLACE_OF_GROUP = 9  # among a forward's arguments, the stack itself first
+
+
+def _telling_ranks(forward: Callable[P, T]) -> Callable[P, T]:
+    """Return a stack's forward that tells a sequence_group's ranks of an error before they wait for it."""
+
+    @functools.wraps(forward)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        group = kwargs.get(GROUP, args[PLACE_OF_GROUP] if len(args) > PLACE_OF_GROUP else None)
+        if group is None:
+            return forward(*args, **kwargs)
+        stack = args[0]
+        assert isinstance(stack, nn.Module)
+        with telling_ranks(group_of(group), device_of(stack)):
+            return forward(*args, **kwargs)
+
+    return run
+
+
 class Stack(ChunkedStack):
     """A language model of state-space layers. Each call chooses its backward pass by `method=`.
 
@@ -82,6 +108,7 @@ class Stack(ChunkedStack):
         tensor_parallel: where each weight is, if ranks split the stack (`parallelize`).
     """
 
+    @_telling_ranks
     def forward(
         self,
         input_ids: Tensor,

@@ -42,7 +42,7 @@ from adjoint.engine.verification import (
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
+from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
@@ -53,6 +53,7 @@ from adjoint.hf.model_parts import (
     current_holding,
     current_weights,
     current_weights_type,
+    forward_parameters,
     is_of_library,
     layers_of,
     original_class,
@@ -299,7 +300,7 @@ def verify(call: Call) -> Verification:
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model, rests=True)
-    _refuse_different_parts(call, verification.holding)
+    refuse_different_parts(call, verification.holding)
     refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
@@ -356,7 +357,7 @@ def verify(call: Call) -> Verification:
     return verification
 
 
-def _refuse_different_parts(call: Call, holding: Holding) -> None:
+def refuse_different_parts(call: Call, holding: Holding) -> None:
     """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
 
     Their collectives would not meet, or add up parts of different tokens.
@@ -371,7 +372,9 @@ def _refuse_different_parts(call: Call, holding: Holding) -> None:
         ("the method", repr(wrap_state_or_original(model).method)),
         ("whether gradients are on", torch.is_grad_enabled()),
     ]
-    for name, value in call.arguments.items():
+    argument_names = {*forward_parameters(model), *SUPPORTED_INPUTS, *LABEL_INPUTS, *call.arguments}
+    for name in ("input_ids", *sorted(argument_names - {"input_ids"})):  # some another rank alone may give
+        value = call.arguments.get(name)
         is_tensor = isinstance(value, torch.Tensor)
         described_call.append(
             (name, (*value.shape, digest([local(value)])) if is_tensor else describe(value))
@@ -397,7 +400,7 @@ def verify_pieces(call: Call) -> Verification:
     check.refuse_unreadable_weights(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
-    _refuse_different_parts(call, verification.holding)
+    refuse_different_parts(call, verification.holding)
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
