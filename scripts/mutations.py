@@ -207,6 +207,20 @@ MUTATIONS: dict[str, Mutation] = {
         "            if False:\n",
         "tests/engine/test_sequence.py",
     ),
+    "unseen-tapes": Mutation(
+        "a checkpoint around a call does not see the tapes of its chunks",
+        "engine/step.py",
+        "    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:\n",
+        "    if True:\n",
+        "tests/engine/test_around_calls.py -k alone",
+    ),
+    "one-thread": Mutation(
+        "threads that train one stack have its gradients",
+        "engine/module_tensors.py",
+        "    with lock:\n        yield\n",
+        "    yield\n",
+        "tests/engine/test_concurrent_calls.py",
+    ),
     "ranks-told": Mutation(
         "the ranks of a sequence_group are told that one has refused its call",
         "parallel/context.py",

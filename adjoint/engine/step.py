@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -48,6 +49,16 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
     # the marks of torch.compiler.disable: with fullgraph=True the error then names this function and says why
     vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="chunks run as they are")
     return run
+
+
+def unseen_by_hooks() -> contextlib.AbstractContextManager[object]:
+    """Return a context for a forward, whose tapes hooks on saved tensors around the call do not see.
+
+    They may be those of a checkpoint, which runs the call again where a saved tensor is first read: also in
+    the middle of the backward that reads a tape, with a chunk's tensors in the place of the model's."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
 
 
 class Result(NamedTuple):
@@ -355,17 +366,18 @@ class ChunkedStep:
         Args:
             return_final_kv: as `states` of `loss`.
         """
-        self._begin()
-        self.executor.begin_forward(return_final_kv)
-        if not (self.has_backward and self.sweep.runs_back_in_forward):
-            with self.sweep.running():
-                return self._run_forward()
-        trained = [p for p in self.parameters if p.requires_grad]
-        with self.sweep.collected(trained, self.distribution.has_chunk(self.grid)) as gradients:
-            loss, final = self._run_forward()
-            others, d_initial = self.run_back(loss, final)
-        self.sweep.keep(gradients, others, d_initial, trained, self.distribution)
-        return loss, final
+        with unseen_by_hooks():
+            self._begin()
+            self.executor.begin_forward(return_final_kv)
+            if not (self.has_backward and self.sweep.runs_back_in_forward):
+                with self.sweep.running():
+                    return self._run_forward()
+            trained = [p for p in self.parameters if p.requires_grad]
+            with self.sweep.collected(trained, self.distribution.has_chunk(self.grid)) as gradients:
+                loss, final = self._run_forward()
+                others, d_initial = self.run_back(loss, final)
+            self.sweep.keep(gradients, others, d_initial, trained, self.distribution)
+            return loss, final
 
     @torch.no_grad()
     def forward_in_turn(self, return_final_kv: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -374,9 +386,10 @@ class ChunkedStep:
         Args:
             return_final_kv: as `states` of `loss`.
         """
-        self._begin(in_turn=True)
-        self.executor.begin_forward(return_final_kv)
-        return self._run_forward()
+        with unseen_by_hooks():
+            self._begin(in_turn=True)
+            self.executor.begin_forward(return_final_kv)
+            return self._run_forward()
 
     @torch.no_grad()
     def run_back(
@@ -401,7 +414,8 @@ class ChunkedStep:
         start_of_last = self.grid.cuts[chunks[-1]] if chunks else 0
         d_loss, d_final = self.sweep.cotangents(loss, final, self.sums, start_of_last if is_last else None)
         d_final = [*d_states, *d_final[len(d_states) :]]
-        others, d_initial = self._run_backward(d_loss, d_final, graph_task=IN_FORWARD)
+        with unseen_by_hooks():
+            others, d_initial = self._run_backward(d_loss, d_final, graph_task=IN_FORWARD)
         del self.executor  # its stored states grow with the sequence
         return {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}, d_initial
 
@@ -463,9 +477,10 @@ class ChunkedStep:
         freed = {"tape", "y", "dy"} if self.inputs_are_freed else {"tape"}
         stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
         d_states, rounds_sums = grouped(self.batch.states, d_final), self.distribution.is_alone
-        executor.begin_backward(scale, d_states, self.grid, self.inputs_are_freed, rounds_sums, graph_task)
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
+                frees = self.inputs_are_freed
+                executor.begin_backward(scale, d_states, self.grid, frees, rounds_sums, graph_task)
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
             d_initial = [d for state in executor.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()

@@ -4,6 +4,7 @@ A call is validated here and handed to `engine.runner`, to `MiniSequence`, or to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.engine.continuation import goes_on_from
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import uncompiled
@@ -46,7 +48,6 @@ from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
-    current_holding,
     current_weights,
     current_weights_type,
     original_class,
@@ -168,39 +169,33 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
         needs = agree_on_call(call) if _has_ranks() and not is_plain(wrap_state.method) else None
         if not call.has_labels:
             return _lm_without_labels(call, wrap_state, needs)
-        if wrap_state.group is None:
-            return _lm_with_labels(call, wrap_state)
-        with telling_ranks(wrap_state.group, current_holding(self).device):
-            return _lm_with_labels(call, wrap_state)
-
-
-def _lm_with_labels(call: Call, wrap_state: WrapState) -> ModelOutput | tuple[Tensor, ...]:
-    """Run the causal LM's loss by the method, or transformers' forward."""
-    model, method, has_pieces = call.model, wrap_state.method, wrap_state.method.pieces is not None
-    is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
-    runs_plainly = not (method.has_chunks or has_pieces)
-    if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
-        if is_extra and not runs_plainly:
-            _warn_not_chunked(call)
-        with calling_original_forwards(model):
-            return call.run_original()
-    check.refuse_transforms(model)
-    if wrap_state.values_asked is not None:
-        return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
-    call, logits = _without_unread_count(call), None
-    if wrap_state.group is None and call.logits_index is None and defers_logits():
-        logits = LogitsOfCall(call, _hidden_for_logits)
-    if has_pieces:
-        output = _loss_by_mini_sequence(call)
-    elif call.extra_outputs:
-        output = _loss_with_state(call)
-    else:
-        at_language_model = _at_language_model(call)
-        output = _loss_by_chunks(at_language_model, verify(at_language_model))
-    if logits is not None and output.loss is not None:
-        # of calls that hang together each would keep the cache before it
-        has_gradients = call.cache is not None and detached(call.cache) is not call.cache
-        compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
+        group = wrap_state.group
+        with contextlib.nullcontext() if group is None else telling_ranks(group, device_of(self)):
+            method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
+            is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
+            runs_plainly = not (method.has_chunks or has_pieces)
+            if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
+                if is_extra and not runs_plainly:
+                    _warn_not_chunked(call)
+                with calling_original_forwards(self):
+                    return call.run_original()
+            check.refuse_transforms(self)
+            if wrap_state.values_asked is not None:
+                return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
+            call, logits = _without_unread_count(call), None
+            if wrap_state.group is None and call.logits_index is None and defers_logits():
+                logits = LogitsOfCall(call, _hidden_for_logits)
+            if has_pieces:
+                output = _loss_by_mini_sequence(call)
+            elif call.extra_outputs:
+                output = _loss_with_state(call)
+            else:
+                at_language_model = _at_language_model(call)
+                output = _loss_by_chunks(at_language_model, verify(at_language_model))
+            if logits is not None and output.loss is not None:
+                # of calls that hang together each would keep the cache before it
+                has_gradients = call.cache is not None and detached(call.cache) is not call.cache
+                compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
 

@@ -375,10 +375,10 @@ def refuse_different_parts(call: Call, holding: Holding) -> None:
     argument_names = {*forward_parameters(model), *SUPPORTED_INPUTS, *LABEL_INPUTS, *call.arguments}
     for name in ("input_ids", *sorted(argument_names - {"input_ids"})):  # some another rank alone may give
         value = call.arguments.get(name)
-        is_tensor = isinstance(value, torch.Tensor)
-        described_call.append(
-            (name, (*value.shape, digest([local(value)])) if is_tensor else describe(value))
-        )
+        if isinstance(value, torch.Tensor):
+            described_call.append((name, (*value.shape, digest([local(value)]))))
+        else:
+            described_call.append((name, describe(value)))
     for group in groups:
         subject = f"{original_class(model).__name__} under tensor parallelism"
         refuse_different_models(model.named_modules(), group, device_of(model), subject, described_call)
