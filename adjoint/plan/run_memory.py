@@ -585,12 +585,14 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)
     if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes and states
         tape, state = sum(setup.piece(k).saved for k in span), sum(map(setup.state, span))
-        room = budget - sum(parts[name] for name in ("gradients", "past", "kept", "attention"))
-        chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
-        sizes = [spec.chunk_size] * setup.chunks
-        _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
-        parts["states"] = min(parts["states"], (states + 2) * state)
-        tapes = tape * (setup.chunks - 1)
+        if spec.storage.keep == "edges":
+            room = budget - sum(parts[name] for name in ("gradients", "past", "kept", "attention"))
+            chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
+            sizes = [spec.chunk_size] * setup.chunks
+            _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
+            parts["states"] = min(parts["states"], (states + 2) * state)
+        segments = 1 if spec.storage.keep == "edges" else -(-len(span) // (spec.storage.segment_layers or 1))
+        tapes = tape * setup.chunks - tape // segments
         within = "gradients", "states", "past", "kept", "attention", "chunk", "head"
         used = sum(parts[name] for name in within)
         parts["chunk"] += int(max(0, min(budget - used, tapes)))
