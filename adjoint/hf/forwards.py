@@ -90,6 +90,8 @@ from adjoint.parallel.fsdp import inside_forward
 
 # Takes a module through which calls enter, and the call's arguments by name.
 EntryForward = Callable[[PreTrainedModel, dict[str, object]], ModelOutput | tuple[Tensor, ...]]
+# Returns whether processes have joined a group.
+_has_ranks: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
 # Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
 LONG_FORWARD = 8192
 
@@ -199,11 +201,6 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
     return output if call.returns_dict else output.to_tuple()
 
 
-def _has_ranks() -> bool:
-    """Whether processes have joined a group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def _lm_without_labels(
     call: Call, wrap_state: WrapState, needs: CallNeeds | None
 ) -> ModelOutput | tuple[Tensor, ...]:
@@ -229,7 +226,7 @@ def _without_unread_count(call: Call) -> Call:
 
     Before transformers 5.17 Mamba's forward takes it and passes it on to nobody: its loss is the mean."""
     name = "num_items_in_batch"
-    if not call.has(name):
+    if name not in call.provided:
         return call
     verification, key = verification_of(call.model), ("ignored", name, True)
     if key not in verification.results:

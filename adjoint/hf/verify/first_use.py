@@ -312,7 +312,7 @@ def verify(call: Call) -> Verification:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
-    names = tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
+    names = tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in call.provided])
     packed_key = "packed", names, call.arguments.get("use_cache")
     tries_documents = call.is_packed and packed_key not in verification.results
     needs = kind.padded, call.reads_padding, call.is_padded_left, tries_documents
