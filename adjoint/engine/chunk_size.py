@@ -36,6 +36,7 @@ SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not sh
 # Segments of layers get the longest chunks with which they take so much of the memory that gradient
 # checkpointing's activations take; longer ones save little time.
 SHARE_OF_CHECKPOINTING = 0.8
+MOST_OF_MEMORY = 1 / 4  # of a GPU's memory, for segments' inputs and a chunk's tape
 # Outputs of attention that are not computed again may take such a share of the activations.
 ATTENTION_SHARE = 0.25
 
@@ -192,10 +193,10 @@ def segments_for(
 
     With one segment a chunk's tape has all layers, so chunks must be short. In segments of G layers it has
     1/G of them, and the forward stores each segment's input. Chunks are the longest with which that takes
-    `SHARE_OF_CHECKPOINTING`, or that share of a budget, and segments have as many layers as then take the
-    least memory. One segment is better on a CPU, which short chunks keep busy; where a batch fits into one
-    small chunk, of which nothing is computed again; and in sequences so long that the inputs of segments take
-    more than such a tape.
+    `SHARE_OF_CHECKPOINTING` and `MOST_OF_MEMORY` at most, or that share of a budget; segments have as many
+    layers as then take the least memory. One segment is better on a CPU, which short chunks keep busy; where
+    a batch fits into one small chunk, of which nothing is computed again; and in sequences so long that
+    segments take more memory than one, and their chunks are not twice as long.
 
     Args:
         batch, seqlen, device, memory: as in `chunk_size_for`.
@@ -208,8 +209,11 @@ def segments_for(
     if tokens * sizes.bytes_per_token <= SMALL_SHARE * memory:
         return None
     inputs, tape = sizes.layers * tokens * sizes.stream, sizes.bytes_per_token / sizes.layers
-    one_segment = chunk_size_for(sizes, batch, seqlen, device, memory) * batch * sizes.bytes_per_token
-    limit = SHARE_OF_CHECKPOINTING * (inputs + tokens * tape if budget is None else budget)
+    chunk_of_one = chunk_size_for(sizes, batch, seqlen, device, memory)
+    one_segment = chunk_of_one * batch * sizes.bytes_per_token
+    checkpointing = inputs + tokens * tape
+    limit = SHARE_OF_CHECKPOINTING * (checkpointing if budget is None else budget)
+    limit = min(limit, MOST_OF_MEMORY * memory) if budget is None else limit
     shortest: SegmentSize | None = None
     for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
         size = -(-seqlen // (chunks * 256)) * 256
@@ -217,7 +221,7 @@ def segments_for(
             continue
         layers = max(1, min(round((inputs / (size * batch * tape)) ** 0.5), sizes.layers))
         needed = inputs / layers + layers * size * batch * tape
-        is_better = needed < one_segment and layers < sizes.layers
+        is_better = layers < sizes.layers and (needed < one_segment or size >= 2 * chunk_of_one)
         if needed <= limit:
             return SegmentSize(size, layers) if is_better else None
         shortest = SegmentSize(size, layers) if is_better else shortest
