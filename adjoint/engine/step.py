@@ -52,12 +52,13 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-def unseen_by_hooks() -> contextlib.AbstractContextManager[object]:
-    """Return a context for a forward, whose tapes hooks on saved tensors around the call do not see.
+def unseen_by_checkpoint() -> contextlib.AbstractContextManager[object]:
+    """Return a context for a forward, whose tapes a checkpoint around the call does not see.
 
-    They may be those of a checkpoint, which runs the call again where a saved tensor is first read: also in
-    the middle of the backward that reads a tape, with a chunk's tensors in the place of the model's."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    It would run the call again where a saved tensor is first read, for each backward of autograd by itself:
+    also in the middle of the one that reads a tape, with a chunk's tensors in the place of the model's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
 
@@ -409,7 +410,7 @@ class ChunkedStep:
         Args:
             return_final_kv: as `states` of `loss`.
         """
-        with unseen_by_hooks():
+        with unseen_by_checkpoint():
             self._begin()
             self.executor.begin_forward(return_final_kv)
             if not (self.has_backward and self.sweep.runs_back_in_forward):
@@ -429,7 +430,7 @@ class ChunkedStep:
         Args:
             return_final_kv: as `states` of `loss`.
         """
-        with unseen_by_hooks():
+        with unseen_by_checkpoint():
             self._begin(in_turn=True)
             self.executor.begin_forward(return_final_kv)
             return self._run_forward()
@@ -457,7 +458,7 @@ class ChunkedStep:
         start_of_last = self.grid.cuts[chunks[-1]] if chunks else 0
         d_loss, d_final = self.sweep.cotangents(loss, final, self.sums, start_of_last if is_last else None)
         d_final = [*d_states, *d_final[len(d_states) :]]
-        with unseen_by_hooks():
+        with unseen_by_checkpoint():
             others, d_initial = self._run_backward(d_loss, d_final, graph_task=IN_FORWARD)
         del self.executor  # its stored states grow with the sequence
         return {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}, d_initial
