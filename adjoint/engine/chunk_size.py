@@ -65,6 +65,12 @@ class Sizes:
     stream: float = 0.0
     has_attention: bool = False
 
+    def of_part(self, share: float) -> Sizes:
+        """Return the sizes of a shard with such a share of the layers."""
+        return dataclasses.replace(
+            self, bytes_per_token=self.bytes_per_token * share, states=self.states * share
+        )
+
 
 class SegmentSize(NamedTuple):
     """Tokens of a chunk, and layers of a segment."""
@@ -111,11 +117,24 @@ def sizes_of_stack(
     states = sum(map(state_numel, mixers)) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
+    all_states = states * config.n_layer / max(len(blocks), 1)
+    return sizes_of_layers(config, element, all_states, recompute, weights_on_host)
+
+
+def sizes_of_layers(
+    config: StackConfig, element: int, states: float, recompute: str, weights_on_host: bool
+) -> Sizes:
+    """Return the sizes of all layers of a `Stack`.
+
+    Args:
+        element: bytes of an activation's element. states: bytes of all layers' states.
+        recompute, weights_on_host: as in `default_chunk_size`.
+    """
     # bidirectional layers run one after another: activations are those of one scan, states of all
     layers_at_a_time = config.n_layer if config.bidirectional is None else 1
     return Sizes(
         kept_bytes(config, element, recompute) * layers_at_a_time / config.n_layer,
-        states * config.n_layer / max(len(blocks), 1),
+        states,
         width=config.d_model,
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
@@ -228,15 +247,12 @@ def segments_for(
     return None if budget is None else shortest
 
 
-def with_attention_bytes(
-    spec: EngineSpec, sizes: Sizes, batch: int, seqlen: int, share: float = 1.0
-) -> EngineSpec:
+def with_attention_bytes(spec: EngineSpec, sizes: Sizes, batch: int, seqlen: int) -> EngineSpec:
     """Return the spec with room for outputs of attention, if the model has any: they may take
     `ATTENTION_SHARE` of what else is stored, which is a chunk's tape and the inputs of segments.
 
     Args:
         batch, seqlen: as in `chunk_size_for`.
-        share: the part of the layers that this process has.
     """
     storage, tape = spec.storage, batch * min(spec.chunk_size, seqlen) * sizes.bytes_per_token
     if storage.recompute != "none" or not sizes.has_attention:
@@ -244,7 +260,7 @@ def with_attention_bytes(
     if storage.keep != "edges" and storage.segment_layers is not None:
         segments = sizes.layers / storage.segment_layers
         tape = tape / segments + segments * batch * seqlen * sizes.stream
-    storage = dataclasses.replace(storage, attention_bytes=ATTENTION_SHARE * share * tape)
+    storage = dataclasses.replace(storage, attention_bytes=ATTENTION_SHARE * tape)
     return dataclasses.replace(spec, storage=storage)
 
 
