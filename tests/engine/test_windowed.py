@@ -169,7 +169,7 @@ REFUSED = [
     *((adjoint.Exact, {"chunk_size": size}, f"chunk_size {WHOLE}") for size in (0, -1, 2.0, True, "8")),
     (adjoint.Exact, {"keep": "all"}, "keep must be one of edges, inputs, offload; got 'all'"),
     *((adjoint.Exact, {"memory": x}, "memory") for x in ("much", 0, True)),
-    (adjoint.Exact, {"memory": "1GB", "keep": "inputs"}, "memory"),
+    (adjoint.Exact, {"checkpoints": 2, "keep": "inputs"}, "checkpoints"),
     *(
         (adjoint.Truncated, {"window": "auto", "tolerance": x}, SHARE)
         for x in (0, 1, -0.1, math.nan, math.inf, "much", True)
