@@ -8,6 +8,8 @@ from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.causal_conv1d import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
 
+LONGEST = 1024  # taps: beyond, an FFT would do less
+
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
     code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
@@ -66,14 +68,14 @@ def causal_conv1d(
         zero where they are not of the last token's document.
 
     Raises:
-        ValueError: a shape does not fit, or d_conv is not from 1 to 16.
+        ValueError: a shape does not fit, or d_conv is not from 1 to 1024.
     """
     if x.dim() != 3 or x.shape[1] == 0:
         raise ValueError(f"x must have shape (batch, seqlen >= 1, channels), got {tuple(x.shape)}")
     batch, seqlen, channels = x.shape
     width = weight.shape[-1]
-    if not 1 <= width <= 16:
-        raise ValueError(f"d_conv must be from 1 to 16, got {width}")
+    if not 1 <= width <= LONGEST:
+        raise ValueError(f"d_conv must be from 1 to {LONGEST}, got {width}")
     checks.shapes(
         weight=(weight, channels, width),
         bias=(bias, channels),
