@@ -48,9 +48,13 @@ MIXERS = _Mixers(
         "kda": "gated_deltanet:KDAMixer",
         "mamba3": "mamba3:Mamba3Mixer",
         "rwkv7": "rwkv7_mixer:RWKV7Mixer",
+        "hyena_se": "hyena:HyenaSEMixer",
+        "hyena_mr": "hyena:HyenaMRMixer",
+        "hyena_li": "hyena:HyenaLIMixer",
     }
 )
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
+LongTaps = Annotated[int, Must("a whole number from 1 to 1024", lambda n: 1 <= n <= 1024)]
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
 
 
@@ -68,17 +72,23 @@ class StackConfig:
     n_layer: Positive = option(4, "number of layers.")
     mixer: str | list[str] = option(
         "mamba",
-        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda, rwkv7 or attention; "
+        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda, rwkv7, hyena_se, hyena_mr, "
+        "hyena_li or attention; "
         '"module:Class", a layer of your own (docs/own_layer.md); or a list with one of these for each of '
         "the n_layer layers.",
     )
     d_state: Positive | None = option(
         None,
         "state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key "
-        "channels of a head (gated_deltanet, kda, rwkv7; 64), per layer (diagonal, scalar, dense; 16).",
+        "channels of a head (gated_deltanet, kda, rwkv7; 64), per layer (diagonal, scalar, dense; 16), modes "
+        "of a channel's filter (hyena_li; 16).",
     )
-    d_conv: Taps = option(4, "width of the causal convolution of mamba, mamba2, gated_deltanet and kda.")
-    expand: Positive = option(2, "d_inner = expand * d_model; not for diagonal, scalar, dense and attention.")
+    d_conv: Taps = option(
+        4, "width of the short causal convolution of mamba, mamba2, gated_deltanet, kda and the hyena mixers."
+    )
+    expand: Positive = option(
+        2, "d_inner = expand * d_model; not for diagonal, scalar, dense, attention and the hyena mixers."
+    )
     headdim: Positive = option(
         64, "channels per head, for mamba2, mamba3, gated_deltanet, kda and rwkv7; must divide d_inner."
     )
@@ -137,6 +147,18 @@ class StackConfig:
         "then be even.",
     )
     mimo_rank: Positive = option(4, "number of inputs and outputs per token, with is_mimo.")
+    hyena_se_len: LongTaps = option(7, "taps of hyena_se's filters.")
+    hyena_mr_len: LongTaps = option(128, "taps of hyena_mr's filters.")
+    hyena_groups: Positive | None = option(
+        None,
+        "groups of channels that share a filter, for hyena_se and hyena_mr; must divide d_model; default "
+        "d_model / 16, or d_model where that is no whole number.",
+    )
+    hyena_mr_decay: Literal["weak", "normal", "strong"] | None = option(
+        "weak",
+        "rates at which hyena_mr's filters decay over their length, from 0.01 (weak), 0.1 (normal) or 1 "
+        "(strong) in the first group to 100 in the last; null for no decay.",
+    )
     bidirectional: Literal["tied", "separate"] | None = option(
         None,
         "whether layers read the sequence in both directions, for masked-token objectives: each mixer's "

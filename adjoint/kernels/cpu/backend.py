@@ -487,7 +487,9 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     return dx, dweight, dbias, dinitial
 
 
-def _filter_args(x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> _FilterArgs:
+def _filter_args(
+    x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None
+) -> _FilterArgs:
     batch, seqlen, channels = x.shape
     threads = _threads(batch * -(-seqlen // 256), x.numel() * weight.shape[1])
     args = _FilterArgs(batch, seqlen, channels, weight.shape[1], threads)

@@ -1,4 +1,4 @@
-"""The modal filter of Hyena-LI, a causal filter of any length as a sum of decaying exponentials, with state."""
+"""The modal filter of Hyena-LI: a causal filter of any length as a sum of decaying exponentials."""
 
 from torch import Tensor
 

@@ -53,9 +53,7 @@ def _states(u, A, reset, s, state):
     return exponent, a, recurrence(a, inputs, state, cut, exponent), cut
 
 
-def modal_scan_backward(
-    dy, dfinal_state, u, A, R, D, initial_state, reset, checkpoints, window, halo=0
-):
+def modal_scan_backward(dy, dfinal_state, u, A, R, D, initial_state, reset, checkpoints, window, halo=0):
     inputs = dy, dfinal_state, u, A, R, D, initial_state, reset, checkpoints, window, halo
     return _backward(*inputs) if u.dtype == torch.float64 else in_float64(_backward, *inputs)
 
