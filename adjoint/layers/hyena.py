@@ -15,6 +15,7 @@ import math
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.kernels.causal_conv1d import causal_conv1d
@@ -56,7 +57,7 @@ class HyenaMixer(ScanMixer):
     """
 
     projected = True
-    undecayed = frozenset({"h", "D", "A_log", "residues", "decay_rates"})
+    undecayed = frozenset({"h", "D", "A_log", "residues"})
 
     def __init__(self, config: StackConfig, *filter_state: int) -> None:
         c, channels = config, self.count_channels(config)
@@ -154,10 +155,9 @@ class HyenaSEMixer(HyenaMixer):
         return Section("the number of hyena's groups", groups, self.config.d_model // groups)
 
     def splits(self) -> Splits:
-        groups = self.unit()._replace(width=1)
-        own = by_rows(h=[groups], decay_rates=[groups], D=[self.unit()])
-        names = {name for name, _ in self.named_parameters(recurse=False)}
-        return {**super().splits(), **{name: split for name, split in own.items() if name in names}}
+        unit = self.unit()
+        own = by_rows(h=[unit._replace(width=1)], **({"D": [unit]} if self.gains else {}))
+        return {**super().splits(), **own}
 
     def rank_config(self, ranks: int) -> RankConfig:
         unit = self.unit()
@@ -177,18 +177,11 @@ class HyenaSEMixer(HyenaMixer):
 
 
 class HyenaMRMixer(HyenaSEMixer):
-    """The filter of medium length, whose taps decay at a rate of each group's own.
+    """The filter of medium length, whose taps decay at a fixed rate of each group's own.
 
-    Parameters besides h: D, and decay_rates (groups,), which are frozen; without `hyena_mr_decay` there are
-    none, and h is the filter itself."""
+    Parameters besides h: D. Without `hyena_mr_decay` h is the filter itself."""
 
     gains = True
-
-    def __init__(self, config: StackConfig) -> None:
-        super().__init__(config)
-        if config.hyena_mr_decay is not None:
-            self.decay_rates = nn.Parameter(torch.empty(len(self.h)), requires_grad=False)
-            self._reset_rates()
 
     @classmethod
     def count_taps(cls, config: StackConfig) -> int:
@@ -200,20 +193,20 @@ class HyenaMRMixer(HyenaSEMixer):
         bound = self.h.shape[1] ** -0.5
         nn.init.normal_(self.h, std=bound)
         self.D.uniform_(-bound, bound)
-        self._reset_rates()
-
-    @torch.no_grad()
-    def _reset_rates(self) -> None:
-        if hasattr(self, "decay_rates"):
-            lowest = DECAY_EXPONENTS[self.config.hyena_mr_decay or "weak"]
-            self.decay_rates.copy_(torch.logspace(lowest, 2, len(self.h), dtype=torch.float64))
 
     def filters(self) -> Tensor:
-        if self.config.hyena_mr_decay is None:
+        preset, (groups, taps) = self.config.hyena_mr_decay, self.h.shape
+        if preset is None:
             return self.h
-        dtype = accumulate_dtype(self.h.dtype)
-        times = torch.linspace(0, 1, self.h.shape[1], dtype=dtype, device=self.h.device)
-        return self.h.to(dtype) * torch.exp(-self.decay_rates.to(dtype)[:, None] * times)
+        rank, ranks = 0, self.config.ranks if isinstance(self.config, RankConfig) else 1
+        if self.tensor_group is not None:
+            rank = dist.get_rank(self.tensor_group)
+        dtype, device = accumulate_dtype(self.h.dtype), self.h.device
+        decay_rates = torch.logspace(DECAY_EXPONENTS[preset], 2, groups * ranks, dtype=dtype, device=device)[
+            rank * groups : (rank + 1) * groups
+        ]
+        times = torch.linspace(0, 1, taps, dtype=dtype, device=device)
+        return self.h.to(dtype) * torch.exp(-decay_rates[:, None] * times)
 
 
 class HyenaLIMixer(HyenaMixer):
