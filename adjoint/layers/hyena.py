@@ -28,6 +28,7 @@ from adjoint.layers.mixer import ScanMixer, rates
 from adjoint.layers.weight_splits import (
     RankConfig,
     Section,
+    Split,
     Splits,
     by_columns,
     by_rows,
@@ -83,6 +84,9 @@ class HyenaMixer(ScanMixer):
         channels = self.unit()
         rows = by_rows(in_proj=[channels] * 3, conv1d=[channels] * 3)
         return {**rows, **by_columns(out_proj=[channels])}
+
+    def state_splits(self) -> tuple[Split | None, ...]:
+        return self.splits()["conv1d"]._replace(dim=1), None
 
     def rank_config(self, ranks: int) -> RankConfig:
         local_units("d_model", self.config.d_model, ranks)
