@@ -160,8 +160,8 @@ class HyenaSEMixer(HyenaMixer):
 
     def splits(self) -> Splits:
         unit = self.unit()
-        own = by_rows(h=[unit._replace(width=1)], **({"D": [unit]} if self.gains else {}))
-        return {**super().splits(), **own}
+        filters = by_rows(h=[unit._replace(width=1)], **({"D": [unit]} if self.gains else {}))
+        return {**super().splits(), **filters}
 
     def rank_config(self, ranks: int) -> RankConfig:
         unit = self.unit()

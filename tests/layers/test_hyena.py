@@ -101,20 +101,20 @@ def test_other_sizes_are_those_of_the_fft_convolution(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", HYENA)
 def test_states_carry_what_came_before(kind: str) -> None:
-    """In any pieces, each with its own states: outputs, last states and gradients of the first ones."""
+    """Compare outputs, last states and gradients of the first ones, in pieces and in one call."""
     mixer = make_striped(mixer=kind, n_layer=1).layers[0].mixer
     x = torch.randn(2, 301, 12, dtype=torch.float64)
     zeros = mixer.initial_state(2, torch.float64, torch.device("cpu"))
     start = [torch.randn_like(state).requires_grad_() for state in zeros]
-    whole, last = mixer(x, tuple(start))
-    expected = torch.autograd.grad(whole.square().sum() + sum(s.sum() for s in last), start)
+    y_at_once, last = mixer(x, tuple(start))
+    expected = torch.autograd.grad(y_at_once.square().sum() + sum(s.sum() for s in last), start)
     state, outputs = tuple(start), []
     for piece in x.split([1, 2, 150, 20, 128], dim=1):
         y, state = mixer(piece, state)
         outputs.append(y)
     y = torch.cat(outputs, dim=1)
     got = torch.autograd.grad(y.square().sum() + sum(s.sum() for s in state), start)
-    for a, b in zip((y, *state, *got), (whole, *last, *expected), strict=True):
+    for a, b in zip((y, *state, *got), (y_at_once, *last, *expected), strict=True):
         assert relative(a, b) <= 1e-12
     with torch.no_grad():
         assert relative(mixer(x, zeros)[0], convolved(mixer, x)) <= 1e-12
@@ -122,7 +122,7 @@ def test_states_carry_what_came_before(kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_half_precision_is_no_worse_than_autograd_s(seed: int) -> None:
-    """By chunks and by FFT convolutions under autograd, both under autocast to bfloat16."""
+    """Compare chunks with FFT convolutions under autograd, both under autocast to bfloat16."""
     model, ids = make_striped(seed, d_model=32, hyena_mr_len=40), make_ids(2, 200)
     _, exact = gradients_by_fft(model, ids)
     model.float()
@@ -130,14 +130,14 @@ def test_half_precision_is_no_worse_than_autograd_s(seed: int) -> None:
         _, by_chunks = gradients(model, ids, ids, Exact(64))
         _, by_autograd = gradients_by_fft(model, ids)
 
-    def deviation(found: dict[str, Tensor]) -> float:
-        return relative(*(torch.cat([g[name].flatten() for name in exact]) for g in (found, exact)))
+    def deviation(rounded: dict[str, Tensor]) -> float:
+        return relative(*(torch.cat([g[name].flatten() for name in exact]) for g in (rounded, exact)))
 
     assert deviation(by_chunks) <= deviation(by_autograd)
 
 
 def test_the_decays_are_those_published() -> None:
-    """From 10^-2, 10^-1 or 1 in the first group to 10^2 in the last, over the filter's length."""
+    """Rates rise from 10^-2, 10^-1 or 1 in the first group to 10^2 in the last, over the filter's length."""
     for preset, lowest in (("weak", 0.01), ("normal", 0.1), ("strong", 1.0)):
         mixer = make_striped(hyena_mr_decay=preset).layers[1].mixer
         decays = (mixer.filters() / mixer.h).log().neg()
@@ -169,13 +169,13 @@ def test_windows_are_for_the_modal_filter_alone() -> None:
 def test_a_striped_hyena_with_attention_generates_as_it_reads() -> None:
     model, ids = make_striped(**STRIPED), make_ids(2, 30)
     with torch.no_grad():
-        whole = model(ids).logits
+        expected_logits = model(ids).logits
         out = model(ids[:, :11], return_state=True)
         logits, state = [out.logits], out.state
         for t in range(11, 30):
             out = model(ids[:, t : t + 1], state=state, return_state=True)
             logits.append(out.logits)
             state = out.state
-    assert relative(torch.cat(logits, dim=1), whole) <= 1e-12
+    assert relative(torch.cat(logits, dim=1), expected_logits) <= 1e-12
     expected = gradients(model, ids, ids, Exact(30))[1]
     assert_same(gradients(model, ids, ids, Exact(4))[1], expected)
