@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from adjoint import Stack
 from adjoint.batch import IGNORE_INDEX
+from adjoint.layers import Block
+from adjoint.layers.hyena import HyenaLIMixer, HyenaMixer, HyenaMRMixer, HyenaSEMixer
 
 
 def loss_by_fft(model: Stack, ids: Tensor, mode_by_mode: bool) -> Tensor:
@@ -25,7 +27,7 @@ def loss_by_fft(model: Stack, ids: Tensor, mode_by_mode: bool) -> Tensor:
     y = model.embed(ids)
     for block in model.blocks():
 
-        def layer(y: Tensor, block: nn.Module = block) -> Tensor:
+        def layer(y: Tensor, block: Block = block) -> Tensor:
             return block.feed_forward(mixed(block.mixer, block.norm(y), mode_by_mode), residual=y)
 
         y = checkpoint(layer, y, use_reentrant=False)
@@ -33,25 +35,25 @@ def loss_by_fft(model: Stack, ids: Tensor, mode_by_mode: bool) -> Tensor:
     return model.head_loss(y, targets) / (targets != IGNORE_INDEX).sum()
 
 
-def mixed(mixer: nn.Module, x: Tensor, mode_by_mode: bool) -> Tensor:
+def mixed(mixer: HyenaMixer, x: Tensor, mode_by_mode: bool) -> Tensor:
     """Return a hyena mixer's output (batch, seqlen, d_model) by convolutions of the whole sequence."""
     seqlen, padding = x.shape[1], mixer.conv1d.weight.shape[2] - 1
     qkv = F.pad(mixer.in_proj(x).transpose(1, 2), (padding, 0))
     qkv = F.conv1d(qkv, mixer.conv1d.weight, mixer.conv1d.bias, groups=qkv.shape[1])
     q, k, v = qkv.chunk(3, dim=1)
     u = k * v
-    if hasattr(mixer, "residues"):
-        y = fft_convolution(u, modal_filter(mixer, seqlen, mode_by_mode))
+    if isinstance(mixer, HyenaLIMixer):
+        y = fft_convolution(u, modal_filter(mixer, seqlen, mode_by_mode)) + mixer.D[:, None] * u
     else:
+        assert isinstance(mixer, HyenaSEMixer)
         filters = mixer.filters().repeat_interleave(u.shape[1] // len(mixer.h), dim=0)
-        if hasattr(mixer, "D"):
-            y = fft_convolution(u, filters)
+        if isinstance(mixer, HyenaMRMixer):
+            y = fft_convolution(u, filters) + mixer.D[:, None] * u
         else:
             taps = filters.flip(1).unsqueeze(1)
             y = F.conv1d(F.pad(u, (taps.shape[2] - 1, 0)), taps, groups=u.shape[1])
-    if hasattr(mixer, "D"):
-        y = y + mixer.D[:, None] * u
-    return mixer.out_proj((q * y).transpose(1, 2))
+    output: Tensor = mixer.out_proj((q * y).transpose(1, 2))
+    return output
 
 
 def fft_convolution(u: Tensor, filters: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ def fft_convolution(u: Tensor, filters: Tensor) -> Tensor:
     return torch.fft.irfft(spectrum, n=2 * seqlen)[..., :seqlen]
 
 
-def modal_filter(mixer: nn.Module, seqlen: int, mode_by_mode: bool) -> Tensor:
+def modal_filter(mixer: HyenaLIMixer, seqlen: int, mode_by_mode: bool) -> Tensor:
     """Return hyena_li's filters, (channels, seqlen)."""
     log_poles = -mixer.A_log.exp()
     t = torch.arange(seqlen, dtype=log_poles.dtype, device=log_poles.device)

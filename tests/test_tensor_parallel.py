@@ -127,7 +127,8 @@ def cases_of_the_fuzzer() -> Iterator[Any]:
         packed = {} if name == "own" else {"documents": 0.1}
         cases += [{"config": c, "ranks": 4, "seqlen": seqlen, **packed} for seqlen in (37, 3, 10)]
     cases += [{"config": CASES["mamba"], "seqlen": n, "method": m} for m in METHODS for n in (37, 8)]
-    for name in ("mamba", "mamba2-groups", "diagonal", "dense", "hyena_li"):  # every rank has all tokens of the stream
+    for name in ("mamba", "mamba2-groups", "diagonal", "dense", "hyena_li"):
+        # every rank has all tokens of the stream
         cases += [{"config": CASES[name], "seqlen": 37, "method": m} for m in WINDOWS]
     cases += [{"model": LLAMA, "seqlen": 37, "method": m} for m in WRAPPED]
     cases += [{"model": n, "seqlen": 37, "documents": 0.1} for n in (LLAMA, "Qwen3_5ForCausalLM")]

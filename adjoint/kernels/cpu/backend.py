@@ -471,9 +471,9 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
         if silu:
             y = causal_conv1d_forward(x, weight, bias, initial_state, False, reset)
             dy = torch.ops.aten.silu_backward(dy.to(y.dtype), y)
+        to_bias = None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(x.dtype)
         dx, dweight, dinitial = _filter_backward(dy, x, weight, initial_state, reset)
-        dbias = None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(x.dtype)
-        return dx, dweight, dbias, dinitial
+        return dx, dweight, to_bias, dinitial
     args = _conv_args(x, weight, silu)
     dx = x.new_empty(x.shape)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
