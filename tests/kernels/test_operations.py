@@ -33,6 +33,7 @@ from tests.kernels.helpers import (
     of_tokens,
     rows,
     run,
+    takes_case,
     tensors_of,
 )
 
@@ -48,8 +49,7 @@ def backends_of(cases: list[Case], longest: int) -> list[Any]:
         pytest.param({**case, "backend": backend}, id=named(case, backend), marks=marks)
         for case in cases
         for backend in BACKENDS
-        if has_kernel(case["operation"].removeprefix("grouped "), backend)
-        and not (INTERPRETED and case["w"] > 8)
+        if has_kernel(case["operation"].removeprefix("grouped "), backend) and takes_case(case, backend)
         for marks in [pytest.mark.slow if INTERPRETED and case["seqlen"] > longest else ()]
     ]
 

@@ -472,8 +472,8 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
             y = causal_conv1d_forward(x, weight, bias, initial_state, False, reset)
             dy = torch.ops.aten.silu_backward(dy.to(y.dtype), y)
         to_bias = None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(x.dtype)
-        dx, dweight, dinitial = _filter_backward(dy, x, weight, initial_state, reset)
-        return dx, dweight, to_bias, dinitial
+        to_x, to_weight, to_state = _filter_backward(dy, x, weight, initial_state, reset)
+        return to_x, to_weight, to_bias, to_state
     args = _conv_args(x, weight, silu)
     dx = x.new_empty(x.shape)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)

@@ -5,7 +5,7 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.modal_scan import reference, trial
-from adjoint.kernels.operation import CPU, Operation, register
+from adjoint.kernels.operation import CPU, Code, Operation, no_states, register
 
 
 def _forward(u, A, R, D, initial_state, reset, window, halo, backend, save=False):
@@ -81,6 +81,7 @@ def modal_scan(
         initial_state=(initial_state, batch, channels, order),
     )
     checks.window_and_halo(window, halo, seqlen)
+    window = None if window is not None and window > seqlen else window  # which cuts nothing
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend, wide, narrow = dispatch.prepare("modal_scan", backend, u, window, halo, reset, order=order)
     A_, R_, D_, initial = [None if x is None else x.to(wide) for x in (A, R, D, initial_state)]
@@ -95,7 +96,15 @@ OPERATION = register(
         operator="modal_scan",
         code_name="modal_scan",
         reference=reference,
-        backends={"cpu": CPU, "triton": None},
+        backends={
+            "cpu": CPU,
+            "triton": Code(
+                "adjoint.kernels.modal_scan.triton",
+                limits={"order": 64},
+                saved_shape=no_states,
+                takes_windows=False,
+            ),
+        },
         saves_states=True,
         under_recompute="save",
         trial=trial.modal_scan,
