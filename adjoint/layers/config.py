@@ -53,6 +53,7 @@ MIXERS = _Mixers(
         "hyena_li": "hyena:HyenaLIMixer",
     }
 )
+ACTIVATIONS = ("silu", "gelu", "identity")  # of a gated MLP's gate
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
 LongTaps = Annotated[int, Must("a whole number from 1 to 1024", lambda n: 1 <= n <= 1024)]
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
@@ -99,9 +100,18 @@ class StackConfig:
         None, "rank of the step size's projection, for mamba; default ceil(d_model / 16)."
     )
     d_intermediate: NotNegative = option(0, "width of a gated MLP after each mixer; 0 for none.")
+    mlp_activation: str | list[str] = option(
+        "silu",
+        "what the gated MLPs apply to their gate: silu, gelu or identity; or a list with one of these for "
+        "each of the n_layer layers.",
+    )
     tie_embeddings: bool = option(True, "whether head and embedding share their weight.")
     norm_eps: PositiveNumber = option(1e-5, "epsilon of every RMSNorm.")
     bias: bool = option(False, "whether in_proj and out_proj have biases.")
+    out_proj_bias: bool | None = option(
+        None,
+        "whether out_proj of attention and the hyena mixers has a bias; default: as their in_proj.",
+    )
     conv_bias: bool = option(True, "whether conv1d has a bias.")
     dt_min: PositiveNumber = option(0.001, "smallest step size at initialisation.")
     dt_max: PositiveNumber = option(0.1, "largest step size at initialisation.")
@@ -118,6 +128,9 @@ class StackConfig:
         None, "channels per attention head; default d_model / num_attention_heads."
     )
     rope_theta: PositiveNumber = option(10000.0, "base of the rotary embedding's frequencies.")
+    rope_scaling_factor: PositiveNumber = option(
+        1.0, "number by which the rotary embedding divides positions (linear interpolation)."
+    )
     rotary_emb_dim: NotNegative | None = option(
         None,
         "how many channels of a head, from the first, get rotary embeddings: an even number; 0 for none, "
@@ -186,6 +199,15 @@ class StackConfig:
                 f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one for each "
                 "layer"
             )
+        if (listed := len(self.mlp_activations)) != self.n_layer:
+            raise ValueError(
+                f"mlp_activation lists {listed} layers but n_layer is {self.n_layer}: give one for each layer"
+            )
+        for activation in self.mlp_activations:
+            if activation not in ACTIVATIONS:
+                raise ValueError(
+                    f"mlp_activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
+                )
         for kind in dict.fromkeys(self.mixers):
             if kind in MIXERS:
                 MIXERS[kind].check(self)
@@ -238,6 +260,13 @@ class StackConfig:
     def mixers(self) -> tuple[str, ...]:
         """Kinds of the layers' mixers, one per layer."""
         return (self.mixer,) * self.n_layer if isinstance(self.mixer, str) else tuple(self.mixer)
+
+    @property
+    def mlp_activations(self) -> tuple[str, ...]:
+        """What the MLPs apply to their gate, one per layer."""
+        if isinstance(self.mlp_activation, str):
+            return (self.mlp_activation,) * self.n_layer
+        return tuple(self.mlp_activation)
 
     @property
     def complements(self) -> list[int]:

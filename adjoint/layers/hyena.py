@@ -65,7 +65,8 @@ class HyenaMixer(ScanMixer):
         super().__init__(c, (3 * channels, c.d_conv - 1), filter_state)
         self.in_proj = nn.Linear(c.d_model, 3 * channels, bias=c.bias)
         self.conv1d = CausalConv1d(3 * channels, c.d_conv, c.conv_bias)
-        self.out_proj = nn.Linear(channels, c.d_model, bias=c.bias)
+        bias = c.bias if c.out_proj_bias is None else c.out_proj_bias
+        self.out_proj = nn.Linear(channels, c.d_model, bias=bias)
 
     @classmethod
     def count_channels(cls, config: StackConfig) -> int:
