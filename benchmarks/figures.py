@@ -206,7 +206,7 @@ FIGURES = [
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/which_method.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
            (*STACK, "stack/bidirectional.py", "stack/recurrence.py")),
-    Figure("docs/hyena.md", Hyena(), "", "--lengths 2K --repeats 1 --repeat-s 0",
+    Figure("docs/kernels.md", Hyena(), "", "--lengths 2K --repeats 1 --repeat-s 0",
            (*STACK, "layers/hyena.py")),
     Figure("docs/which_method.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),

@@ -36,7 +36,7 @@ class Hyena(steps.StepBenchmark):
     lengths: ClassVar = [32768, 131072]
     limiting_options = ("lengths", "ways", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": "exact"}, ("allocator", "length"))
-    document = "docs/hyena.md"
+    document = "docs/kernels.md"
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         add_choice(parser, "--ways", WAYS)

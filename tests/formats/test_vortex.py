@@ -203,6 +203,14 @@ def test_dtypes_are_the_file_s_and_settings_may_be_values(tmp_path: Path) -> Non
     model = Stack.from_vortex(tmp_path / "model.pt", SETTINGS)
     assert model.embedding.weight.dtype == torch.bfloat16
     assert model.layers[2].mixer.A_log.dtype == torch.float32  # the poles' logarithms, not rounded again
+    ids = torch.arange(60).view(2, 30) % 32
+    for is_float in (False, True):
+        model = model.float() if is_float else model
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_float):
+            loss = model(ids, labels=ids, method=Exact(7)).loss
+        loss.backward()
+        assert loss.isfinite()
+        model.zero_grad()
     assert model.num_parameters() == sum(
         t.numel() for name, t in weights.items() if name != "unembed.weight" and "inv_freq" not in name
     )

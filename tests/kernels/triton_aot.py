@@ -318,8 +318,9 @@ INTRODUCTION = f"""\
 Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
 {MULTIPROCESSORS} multiprocessors: a selective scan with d_inner 4,096, an SSD scan with 64 heads, a linear
 scan, a convolution with 4 or 128 taps and a modal filter of order 16 with 4,096 channels, a delta rule with
-32 heads, a norm over 2,048. Registers are a thread's, spilled bytes a thread's stores and loads, shared bytes a program's; shuffles and barriers are
-instructions in the code. Made by `python -m tests.kernels.triton_aot --out FILE`.
+32 heads, a norm over 2,048. Registers are a thread's, spilled bytes a thread's stores and loads, shared
+bytes a program's; shuffles and barriers are instructions in the code. Made by
+`python -m tests.kernels.triton_aot --out FILE`.
 """
 
 
