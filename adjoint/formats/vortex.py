@@ -91,8 +91,8 @@ def read_config(settings: Values) -> StackConfig:
         KeyError: a setting is missing.
     """
     for name, (value, default) in _FIXED.items():
-        if (given := settings.get(name, default)) != value:
-            raise ValueError(f"{name} is {given!r}, a Stack has only {value!r}")
+        if (setting := settings.get(name, default)) != value:
+            raise ValueError(f"{name} is {setting!r}, a Stack has only {value!r}")
     d_model, n_layer = settings["hidden_size"], settings["num_layers"]
     kinds = {k: kind for name, kind in _KINDS.items() for k in settings[name]}
     if sorted(kinds) != list(range(n_layer)):

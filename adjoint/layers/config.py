@@ -263,7 +263,7 @@ class StackConfig:
 
     @property
     def mlp_activations(self) -> tuple[str, ...]:
-        """What the MLPs apply to their gate, one per layer."""
+        """Functions that the MLPs apply to their gate, one per layer."""
         if isinstance(self.mlp_activation, str):
             return (self.mlp_activation,) * self.n_layer
         return tuple(self.mlp_activation)

@@ -34,7 +34,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from adjoint.kernels.causal_conv1d import triton as conv
+from adjoint.kernels.causal_conv1d.triton import launch as conv
 from adjoint.kernels.dplr_delta_rule.triton import launch as dplr
 from adjoint.kernels.gated_delta_rule.triton import launch as delta
 from adjoint.kernels.linear_scan import triton as linear

@@ -123,7 +123,7 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.causal_conv1d.triton", limits={"d_conv": LONGEST}),
+            "triton": Code("adjoint.kernels.causal_conv1d.triton.launch", limits={"d_conv": LONGEST}),
         },
         saves_states=False,
         under_recompute="recompute",

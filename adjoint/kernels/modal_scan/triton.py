@@ -96,7 +96,7 @@ def _forward_kernel(
     CHANNELS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split. LOCAL: h_out has an entry for each split; else for the sequence's end alone."""
+    """Run one split. LOCAL: h_out has an entry for each split; else for the sequence's end alone."""
     split, splits, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     ok = d < channels
@@ -172,8 +172,8 @@ def _adjoint_kernel(
     CHANNELS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split from its last token to its first. mu_in: what comes from the split behind; mu_out: what goes
-    to the one before; without LOCAL, before the sequence."""
+    """Run one split from its last token to its first. mu_in: what comes from the split behind; mu_out: what
+    goes to the one before; without LOCAL, before the sequence."""
     split, splits, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     ok = d < channels
@@ -242,7 +242,7 @@ def _parameters_kernel(
     CHANNELS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One split's part of the parameters' gradients."""
+    """Compute one split's part of the parameters' gradients."""
     split, splits, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     ok = d < channels

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from adjoint.kernels.causal_conv1d.triton_filter import filter_backward, filter_forward
+from adjoint.kernels.causal_conv1d.triton.filter import filter_backward, filter_forward
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
@@ -38,7 +38,7 @@ from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
 TOKENS, CHANNELS = 128, 64  # a program: one warp walks these tokens, two channels a thread
 UNROLL = 4  # tokens loaded at once
-IN_REGISTERS = 8  # taps; longer filters are `triton_filter`'s
+IN_REGISTERS = 8  # taps; longer filters are `filter`'s
 MAX_D_CONV = registered("causal_conv1d").limits("triton")["d_conv"]
 
 
