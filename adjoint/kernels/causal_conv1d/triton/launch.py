@@ -320,7 +320,7 @@ def causal_conv1d_backward(
             p = causal_conv1d_forward(x, weight, bias, initial_state, False, reset)
             dy = torch.ops.aten.silu_backward(dy, p)
         filter_dbias = (
-            None if bias is None else dy.sum((0, 1), dtype=accumulate_dtype(x.dtype)).to(bias.dtype)
+            None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(bias.dtype)
         )
         filter_dx, filter_dweight, filter_dstate = filter_backward(dy, x, weight, initial_state, reset)
         return filter_dx, filter_dweight, filter_dbias, filter_dstate
