@@ -115,8 +115,7 @@ def own_problems(operation: Operation) -> Iterator[Callable[[], object]]:
         yield in_pieces(problem(code, operation, window, resets, torch.float32))
     for name in OPERATIONS:
         if registered_name(name) == operation.name:
-            longer = [rows(name, 19, w=11), rows(name, 21, w=9, **BARE)] if name == "causal_conv1d" else []
-            for case in (rows(name, 19), rows(name, 23, **BARE), *longer):
+            for case in (rows(name, 19), rows(name, 23, **BARE)):
                 case |= {"backend": "triton", "dtype": "float32"}
                 yield in_pieces(functools.partial(results, case, by_operation))
 

@@ -1,5 +1,7 @@
 """Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,10 +11,16 @@ from adjoint.kernels.causal_conv1d import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
 
 LONGEST = 1024  # taps: beyond, an FFT would do less
+SHORT = 8  # taps; with more the operation has other kernels, and so a trial of its own
+
+
+def _operation(weight: Tensor) -> str:
+    """Name of the operation that backends have."""
+    return "causal_conv1d" if weight.shape[-1] <= SHORT else "long_conv1d"
 
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
-    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    code = dispatch.choose(_operation(weight), backend, x.device, x.dtype)
     y = code.forward(x, weight, bias, initial_state, silu, reset)
     tail = _tail(x, weight.shape[1] - 1, initial_state)
     return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
@@ -23,7 +31,7 @@ def _fake(x, weight, bias, initial_state, reset, silu, backend):
 
 
 def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
-    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    code = dispatch.choose(_operation(weight), backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
     dx, dweight, dbias, dinitial = code.backward(dy, x, weight, bias, initial_state, silu, reset)
     if dtail is not None:  # added in place: autograd would fill a tensor like x with zeros for it
@@ -83,7 +91,7 @@ def causal_conv1d(
     )
     reset = checks.reset_of(seq_idx, batch, seqlen)
     backend, wide, narrow = dispatch.prepare(
-        "causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels
+        _operation(weight), backend, x, reset=reset, d_conv=width, channels=channels
     )
     bias = None if bias is None else bias.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)
@@ -123,10 +131,21 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.causal_conv1d.triton.launch", limits={"d_conv": LONGEST}),
+            "triton": Code("adjoint.kernels.causal_conv1d.triton.launch", limits={"d_conv": SHORT}),
         },
         saves_states=False,
         under_recompute="recompute",
         trial=trial.causal_conv1d,
+    )
+)
+LONG = register(
+    dataclasses.replace(
+        OPERATION,
+        name="long_conv1d",
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.causal_conv1d.triton.launch", limits={"d_conv": LONGEST}),
+        },
+        trial=trial.long_conv1d,
     )
 )

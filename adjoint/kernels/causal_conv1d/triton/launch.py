@@ -38,8 +38,8 @@ from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
 TOKENS, CHANNELS = 128, 64  # a program: one warp walks these tokens, two channels a thread
 UNROLL = 4  # tokens loaded at once
-IN_REGISTERS = 8  # taps; longer filters are `filter`'s
-MAX_D_CONV = registered("causal_conv1d").limits("triton")["d_conv"]
+IN_REGISTERS = registered("causal_conv1d").limits("triton")["d_conv"]  # longer filters are `filter`'s
+MAX_D_CONV = registered("long_conv1d").limits("triton")["d_conv"]
 
 
 @triton.jit
@@ -319,9 +319,7 @@ def causal_conv1d_backward(
         if silu:
             p = causal_conv1d_forward(x, weight, bias, initial_state, False, reset)
             dy = torch.ops.aten.silu_backward(dy, p)
-        filter_dbias = (
-            None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(bias.dtype)
-        )
+        filter_dbias = None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(bias.dtype)
         filter_dx, filter_dweight, filter_dstate = filter_backward(dy, x, weight, initial_state, reset)
         return filter_dx, filter_dweight, filter_dbias, filter_dstate
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
