@@ -14,13 +14,9 @@ LONGEST = 1024  # taps: beyond, an FFT would do less
 SHORT = 8  # taps; with more the operation has other kernels, and so a trial of its own
 
 
-def _operation(weight: Tensor) -> str:
-    """Name of the operation that backends have."""
-    return "causal_conv1d" if weight.shape[-1] <= SHORT else "long_conv1d"
-
-
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
-    code = dispatch.choose(_operation(weight), backend, x.device, x.dtype)
+    operation = "causal_conv1d" if weight.shape[1] <= SHORT else "long_conv1d"
+    code = dispatch.choose(operation, backend, x.device, x.dtype)
     y = code.forward(x, weight, bias, initial_state, silu, reset)
     tail = _tail(x, weight.shape[1] - 1, initial_state)
     return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
@@ -31,7 +27,8 @@ def _fake(x, weight, bias, initial_state, reset, silu, backend):
 
 
 def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
-    code = dispatch.choose(_operation(weight), backend, x.device, x.dtype)
+    operation = "causal_conv1d" if weight.shape[1] <= SHORT else "long_conv1d"
+    code = dispatch.choose(operation, backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
     dx, dweight, dbias, dinitial = code.backward(dy, x, weight, bias, initial_state, silu, reset)
     if dtail is not None:  # added in place: autograd would fill a tensor like x with zeros for it
@@ -90,8 +87,9 @@ def causal_conv1d(
         initial_state=(initial_state, batch, channels, width - 1),
     )
     reset = checks.reset_of(seq_idx, batch, seqlen)
+    operation = "causal_conv1d" if width <= SHORT else "long_conv1d"
     backend, wide, narrow = dispatch.prepare(
-        _operation(weight), backend, x, reset=reset, d_conv=width, channels=channels
+        operation, backend, x, reset=reset, d_conv=width, channels=channels
     )
     bias = None if bias is None else bias.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)
