@@ -1,5 +1,5 @@
 """StripedHyena 2 as vortex (PyPI `vtx`) reads it, in whose form Evo 2 is published: its settings, and its
-file of weights, as a stack's. savanna, which trains such models, has a script that writes these files.
+file of weights, as a stack's. Also savanna's tensors of one whole model, from which vortex's files are made.
 
 vortex's filters are hyena_se's, hyena_mr's and hyena_li's, in other forms:
 
@@ -33,6 +33,22 @@ _KINDS = {
     "hcm_layer_idxs": "hyena_mr",
     "hcs_layer_idxs": "hyena_se",
 }
+# savanna's names of a block's tensors, and vortex's; of filters' tensors those that vortex has as they are.
+_SAVANNA = {
+    "input_layernorm.weight": "pre_norm.scale",
+    "pre_mlp_layernorm.weight": "post_norm.scale",
+    "post_attention_layernorm.weight": "post_norm.scale",
+    **{f"mlp.w{i}.weight": f"mlp.l{i}.weight" for i in (1, 2, 3)},
+    "mixer.hyena_proj_conv.short_conv_bias": "filter.short_filter_bias",
+    "mixer.mixer.short_conv.short_conv_weight": "filter.h",
+    "mixer.mixer.filter.R": "filter.residues",
+    "mixer.mixer.conv_bias": "filter.D",
+}
+_SAVANNA_PROJECTIONS = {  # the same names in attention and hyena layers
+    "mixer.dense_projection.weight": ("inner_mha_cls.Wqkv.weight", "projections.weight"),
+    "mixer.dense.weight": ("inner_mha_cls.out_proj.weight", "out_filter_dense.weight"),
+    "mixer.dense.bias": ("inner_mha_cls.out_proj.bias", "out_filter_dense.bias"),
+}
 # Settings with one value in a stack, and the value that vortex takes where they are left out.
 _FIXED: dict[str, tuple[object, object]] = {
     "column_split_hyena": (False, True),
@@ -60,7 +76,7 @@ def read(file: Path, settings: Path | Values) -> tuple[StackConfig, Weights]:
         config = read_config(values)
         with torch.serialization.safe_globals([io.BytesIO]):  # which Transformer Engine stores beside weights
             tensors = read_tensors(file)
-        return read_weights(values, config, tensors)
+        return read_weights(values, config, from_savanna(values, config, tensors))
     except (ValueError, KeyError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{file}: {missing}") from None
@@ -168,6 +184,46 @@ def read_weights(settings: Values, config: StackConfig, weights: Weights) -> tup
             **{f"{ours}mixer.{name}": tensor for name, tensor in mixer.items()},
         }
     return with_tied_table(renamed, config)
+
+
+def from_savanna(settings: Values, config: StackConfig, weights: Weights) -> Weights:
+    """Return the tensors under vortex's names, if they are savanna's; else as they are.
+
+    savanna numbers blocks among other modules, with the embedding first and the last norm last. Its modal
+    filters have poles e^(-e^(p + gamma)), and decays of longer filters are tensors of their own."""
+    named = {name.removeprefix("module.").removeprefix("sequential."): t for name, t in weights.items()}
+    numbers = sorted({int(n.partition(".")[0]) for n in named if n[0].isdigit() and ".mixer." in n})
+    if not numbers:
+        return weights
+    renamed: Weights = {}
+    for name, tensor in named.items():
+        number, _, rest = name.partition(".")
+        if rest == "word_embeddings.weight":
+            renamed["embedding_layer.weight"] = tensor
+        elif rest in ("norm.weight", "norm.scale"):
+            renamed["norm.scale"] = tensor
+        elif number.isdigit() and int(number) in numbers:
+            k = numbers.index(int(number))
+            is_hyena = config.mixers[k] != "attention"
+            theirs = _SAVANNA_PROJECTIONS[rest][is_hyena] if rest in _SAVANNA_PROJECTIONS else None
+            if (theirs := theirs or _SAVANNA.get(rest)) is not None:
+                renamed[f"blocks.{k}.{theirs}"] = tensor
+    for place, (k, kind) in zip(numbers, enumerate(config.mixers), strict=True):
+        ours, prefix = f"blocks.{k}.filter.", f"{place}.mixer.mixer.filter."
+        if kind != "attention":
+            short = named[f"{place}.mixer.hyena_proj_conv.short_conv_weight"]
+            renamed[f"{ours}short_filter_weight"] = short.reshape(len(short), 1, -1)
+        if kind == "hyena_mr":
+            taps = settings["hcm_filter_length"]
+            h, decay = (named[prefix + name][:, :taps] for name in ("h", "decay"))
+            renamed[f"{ours}h"] = (h.to(accumulate_dtype(h.dtype)) * decay).unsqueeze(1)
+        elif kind == "hyena_li":
+            p, gamma = (named[prefix + name] for name in ("p", "gamma"))
+            log_poles = -(p.to(accumulate_dtype(p.dtype)) + gamma).exp()
+            renamed[f"{ours}log_poles"] = log_poles.reshape(config.d_model, -1, 1)
+            residues = renamed[f"{ours}residues"]
+            renamed[f"{ours}residues"] = residues.reshape(config.d_model, -1)
+    return renamed
 
 
 def _attention(settings: Values, layer: Weights) -> Weights:

@@ -438,7 +438,8 @@ class Stack(ChunkedStack):
         Neither vortex nor Transformer Engine needs to be installed. Only tensors are unpickled.
 
         Args:
-            file: the weights, as published, each of which keeps its dtype.
+            file: the weights, as published, each of which keeps its dtype; or savanna's tensors of a whole
+                model.
             settings: the model's, a file in YAML (Evo 2's are in the folder configs of its package) or their
                 values.
 

@@ -197,6 +197,56 @@ def test_logits_and_gradients_are_those_of_the_mathematics(case: str, tmp_path: 
     assert_same_gradients(model, settings, weights, {name: leaf.grad for name, leaf in leaves.items()})
 
 
+def in_savanna_s_form(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A file's tensors as savanna has them: blocks from number 2 on, filters in its own parameters."""
+    names = {
+        "pre_norm.scale": "input_layernorm.weight", "post_norm.scale": "pre_mlp_layernorm.weight",
+        "inner_mha_cls.Wqkv.weight": "mixer.dense_projection.weight",
+        "inner_mha_cls.out_proj.weight": "mixer.dense.weight",
+        "inner_mha_cls.out_proj.bias": "mixer.dense.bias",
+        "inner_mha_cls.rotary_emb.inv_freq": "mixer.rotary_emb.inv_freq",
+        "projections.weight": "mixer.dense_projection.weight",
+        "out_filter_dense.weight": "mixer.dense.weight", "out_filter_dense.bias": "mixer.dense.bias",
+        "filter.D": "mixer.mixer.conv_bias", "filter.residues": "mixer.mixer.filter.R",
+        "filter.short_filter_weight": "mixer.hyena_proj_conv.short_conv_weight",
+        **{f"mlp.l{i}.weight": f"mlp.w{i}.weight" for i in (1, 2, 3)},
+    }  # fmt: skip
+    renamed = {
+        "sequential.0.word_embeddings.weight": weights["embedding_layer.weight"],
+        "sequential.8.norm.weight": weights["norm.scale"],
+    }
+    for name, tensor in weights.items():
+        _, number, rest = [*name.split(".", 2), "", ""][:3]
+        if not name.startswith("blocks."):
+            continue
+        prefix = f"sequential.{int(number) + 2}."
+        if rest == "filter.log_poles":
+            gamma = torch.linspace(-3, -2, tensor.shape[1], dtype=tensor.dtype).expand(tensor.shape[:2])
+            renamed[f"{prefix}mixer.mixer.filter.gamma"] = gamma
+            renamed[f"{prefix}mixer.mixer.filter.p"] = tensor[..., 0].neg().log() - gamma
+        elif rest == "filter.h" and tensor.shape[2] >= 128:
+            decay = torch.linspace(1, 0.1, 128, dtype=tensor.dtype).expand(len(tensor), 128)
+            longer = torch.full((len(tensor), 40), torch.nan, dtype=tensor.dtype)  # which it does not use
+            renamed[f"{prefix}mixer.mixer.filter.decay"] = torch.cat([decay, longer], dim=1)
+            renamed[f"{prefix}mixer.mixer.filter.h"] = torch.cat([tensor[:, 0] / decay, longer], dim=1)
+        elif rest == "filter.h":
+            renamed[f"{prefix}mixer.mixer.short_conv.short_conv_weight"] = tensor
+        elif rest == "filter.short_filter_weight":
+            renamed[prefix + names[rest]] = tensor[:, 0]
+        else:
+            renamed[prefix + names[rest]] = tensor
+    return renamed
+
+
+def test_savanna_s_tensors_are_the_same_model(tmp_path: Path) -> None:
+    weights = random_weights(SETTINGS)
+    torch.save(weights, tmp_path / "vortex.pt")
+    torch.save(in_savanna_s_form(weights), tmp_path / "savanna.pt")
+    expected, model = (Stack.from_vortex(tmp_path / f"{n}.pt", SETTINGS) for n in ("vortex", "savanna"))
+    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert relative(a.detach(), b.detach()) <= 1e-12, name
+
+
 def test_dtypes_are_the_file_s_and_settings_may_be_values(tmp_path: Path) -> None:
     weights = {name: t.bfloat16() for name, t in random_weights(SETTINGS).items()}
     torch.save(weights, tmp_path / "model.pt")
