@@ -18,6 +18,22 @@ from adjoint.kernels.collectives import all_gather_single
 SLICE_ELEMENTS, SLICE_ELEMENTS_CUDA = 1 << 22, 1 << 26
 # Devices on which launches cost more than what `_softmax_loss` holds besides the logits.
 FUSED_DEVICES = ("cuda",)
+# Attribute of a head's weight: a function that returns the `WeightSum` of this use of it, or None.
+WEIGHT_SUM = "_adjoint_weight_sum"
+
+
+class WeightSum(NamedTuple):
+    """A sum over chunks to which the weight's gradient is added while the loss is computed.
+
+    Attributes:
+        total: (vocab_size, d_model), in `accumulate_dtype`.
+        cotangent: what the backward of the loss will get, a scalar.
+        is_added: whether an earlier run of the same chunk has added the gradient already.
+    """
+
+    total: Tensor
+    cotangent: Tensor
+    is_added: bool
 
 
 class VocabularyShard(NamedTuple):
@@ -40,6 +56,23 @@ class VocabularyShard(NamedTuple):
         return torch.where(is_here, rows, 0), is_here
 
 
+class _HeadCall(NamedTuple):
+    """Options of one cross-entropy of a head.
+
+    Attributes:
+        slice_tokens, shard: as in `linear_cross_entropy`.
+        backward_follows: whether the hidden states or the weight are trained.
+        weight_is_trained: whether the weight is.
+        weight_sum: to which its gradient is added now; None for a gradient in the backward.
+    """
+
+    slice_tokens: int
+    shard: VocabularyShard | None
+    backward_follows: bool
+    weight_is_trained: bool
+    weight_sum: WeightSum | None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of a linear map, whose forward computes the gradients already.
 
@@ -47,31 +80,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     again."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        slice_tokens: int,
-        backward_follows: bool,
-        shard: VocabularyShard | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, call: _HeadCall) -> Tensor:
+        slice_tokens, shard, backward_follows, weight_is_trained, weight_sum = call
         # (tokens,), or with how often each counts (2, tokens)
         targets, weights = targets if targets.dim() == 2 else (targets, None)
         tokens = hidden.shape[0]
         dtype = accumulate_dtype(hidden.dtype)
         loss = hidden.new_zeros((), dtype=dtype)
         d_hidden = torch.empty_like(hidden) if backward_follows else None
+        makes_gradient = backward_follows and weight_is_trained and weight_sum is None
         # Of a single slice the factors of the weight's gradient are kept, where they are smaller. Not in
         # float16, which may not hold hidden states times a small d_loss.
         keeps_factors = (
-            hidden.dtype == torch.bfloat16
+            makes_gradient
+            and hidden.dtype == torch.bfloat16
             and 0 < tokens <= slice_tokens
             and hidden.element_size() * tokens < dtype.itemsize * hidden.shape[1]
         )
-        d_weight = None
-        if backward_follows and not keeps_factors:
-            d_weight = torch.zeros_like(weight, dtype=dtype)
+        total, cotangent = (None, None) if weight_sum is None or weight_sum.is_added else weight_sum[:2]
+        if makes_gradient and not keeps_factors:
+            total = torch.zeros_like(weight, dtype=dtype)
+        saved: tuple[Tensor | None, ...] = d_hidden, None if weight_sum is not None else total, None
         is_fused = hidden.device.type in FUSED_DEVICES and shard is None and weights is None
         marks = _target_marks(targets, dtype) if is_fused and backward_follows else None
         for start in range(0, tokens, slice_tokens):
@@ -89,15 +118,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is not None and d_logits is not None:
                 d_logits = d_logits.to(h.dtype)
                 torch.mm(d_logits, weight, out=d_hidden[start : start + slice_tokens])
-                if d_weight is None:
-                    ctx.save_for_backward(d_hidden, d_logits, hidden)
-                elif h.dtype == dtype:
-                    d_weight += d_logits.T @ h
-                else:
-                    add_product(d_weight, d_logits.T, h)
+                if keeps_factors:
+                    saved = d_hidden, d_logits, hidden
+                elif total is not None:
+                    _add_to_sum(total, d_logits.T, h if cotangent is None else h * cotangent)
             del d_logits  # before the next slice's are made
-        if d_weight is not None:
-            ctx.save_for_backward(d_hidden, d_weight, None)
+        ctx.save_for_backward(*saved)
         ctx.dtype = weight.dtype
         return loss
 
@@ -106,11 +132,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         d_hidden, factor_or_gradient, hidden = ctx.saved_tensors
         d_hidden = _scaled(d_hidden, d_loss, d_hidden.dtype)
-        if hidden is None:
+        if factor_or_gradient is None:
+            d_weight = None
+        elif hidden is None:
             d_weight = _scaled(factor_or_gradient, d_loss, ctx.dtype)
         else:  # the product is rounded once, when it has been summed
             d_weight = factor_or_gradient.T @ _scaled(hidden, d_loss, hidden.dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None
+
+
+def _add_to_sum(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which has their dtype, or float32 for factors in half precision."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
+    else:
+        add_product(total, a, b)
 
 
 class TargetMarks(NamedTuple):
@@ -230,6 +266,7 @@ def linear_cross_entropy(
     slice_tokens: int | None = None,
     shard: VocabularyShard | None = None,
     weights: Tensor | None = None,
+    is_loss: bool = False,
 ) -> Tensor:
     """Return the sum over valid targets of -log softmax(hidden weightᵀ)[target].
 
@@ -244,6 +281,8 @@ def linear_cross_entropy(
         shard: the part of the vocabulary that weight has rows of, where a group of ranks splits it: all call
             with the same hidden and targets. The gradient of hidden is then this rank's term of the whole.
         weights: (…,), how often each target counts; None for once.
+        is_loss: whether the result itself, or a sum with other terms, is the loss of a chunk: then the
+            weight's gradient is added to the `WeightSum` of the weight, if it has one.
 
     Raises:
         ValueError: slice_tokens is not positive, or targets do not match hidden.
@@ -261,6 +300,7 @@ def linear_cross_entropy(
     if slice_tokens < 1:
         raise ValueError(f"slice_tokens must be 1 or more, got {slice_tokens}")
     dtype = dispatch.autocast_dtype(hidden.device)
+    weight_sum = _weight_sum_of(weight, hidden.dtype if dtype is None else dtype) if is_loss else None
     if dtype is not None:  # as autocast would do for a linear layer
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     backward_follows = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -269,10 +309,23 @@ def linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             targets.reshape(-1) if weights is None else torch.stack([targets, weights]).flatten(1),
-            slice_tokens,
-            backward_follows,
-            shard,
+            _HeadCall(slice_tokens, shard, backward_follows, weight.requires_grad, weight_sum),
         )
+
+
+def _weight_sum_of(weight: Tensor, dtype: torch.dtype) -> WeightSum | None:
+    """Return the sum to which products of factors of this dtype can be added, None if there is none.
+
+    None in float16, which may not hold hidden states times a small cotangent."""
+    find_sum = getattr(weight, WEIGHT_SUM, None) if torch.is_grad_enabled() else None
+    if find_sum is None or not weight.requires_grad or dtype == torch.float16:
+        return None
+    weight_sum: WeightSum | None = find_sum()
+    if weight_sum is None:
+        return None
+    total = weight_sum.total
+    fits = total.shape == weight.shape and total.dtype == accumulate_dtype(dtype)
+    return weight_sum if fits and total.device == weight.device else None
 
 
 class _LogProbsContext(Protocol):

@@ -195,7 +195,7 @@ class Exact(Method):
 
     Raises:
         ValueError: chunk_size or checkpoints is not a positive whole number, keep or recompute is none of its
-            three values, memory is no size, or memory or checkpoints comes with a keep other than "edges".
+            three values, memory is no size, or checkpoints comes with a keep other than "edges".
     """
 
     name: ClassVar[str] = "exact"
@@ -228,15 +228,16 @@ class Exact(Method):
         "layers that a chunk's tape has at a time. The forward then stores the input of every so many layers "
         "(seqlen × d_model each), and the backward takes these segments from the top, each through all "
         'chunks: fewer layers, longer chunks in the same memory. None is 1 with keep="inputs"; with '
-        '"edges", all layers; but if no other option is given, on a GPU, as many as make the step fastest in '
-        "less memory than gradient checkpointing takes.",
+        '"edges", all layers; but if no option but memory is given, on a GPU, as many as make the step '
+        "fastest in that memory, or in less than gradient checkpointing takes.",
     )
     memory: int | str | None = option(
         None,
         'activation budget, on top of memory already allocated: bytes, "30GB", "512MiB", or "auto" for '
-        "most of what is left. As many chunks as fit keep their activations and are not recomputed; if "
-        "all fit and no chunk_size is given, the sequence is one chunk, as in `Backprop`. If not even the "
-        "states at all edges fit, some are computed again, as with checkpoints. None keeps one chunk. The "
+        "most of what is left. As many chunks as fit, or segments of layers on chunks, keep their "
+        "activations and are not recomputed; if all fit and no chunk_size is given, the sequence is one "
+        "chunk, as in `Backprop`. If not even the states at all edges fit, some are computed again, as with "
+        "checkpoints. None keeps one chunk. The "
         "first step measures a chunk, at the cost of one.",
     )
     checkpoints: int | None = option(
@@ -259,9 +260,8 @@ class Exact(Method):
             raise ValueError(f"keep must be one of {', '.join(KEEP)}; got {self.keep!r}")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}; got {self.recompute!r}")
-        memory = None if self.memory is None else memory_bytes(self.memory)
-        if memory is not None and self.keep != "edges":
-            raise ValueError(f'memory works with keep="edges" only; got keep={self.keep!r}')
+        if self.memory is not None:
+            memory_bytes(self.memory)
         check_checkpoints(self.checkpoints)
         if self.checkpoints is not None and self.keep != "edges":
             raise ValueError(
@@ -269,17 +269,17 @@ class Exact(Method):
                 "leave keep out, or take offload=True to store states in host memory"
             )
         check_segment_layers(self.segment_layers)
-        if self.segment_layers is not None and (memory is not None or self.checkpoints is not None):
-            limit = "memory" if memory is not None else "checkpoints"
-            raise ValueError(f"segment_layers stores layers' inputs, which {limit} does not count: drop one")
+        if self.segment_layers is not None and self.checkpoints is not None:
+            raise ValueError(
+                "segment_layers stores layers' inputs, which checkpoints does not count: drop one"
+            )
 
     @property
     def storage(self) -> Storage:
         keep, segment_layers = self.keep, self.segment_layers
         if keep == "edges" and segment_layers is not None:
             keep = "inputs"
-        others = self.chunk_size, self.memory, self.checkpoints
-        is_picked = segment_layers is None and keep == "edges" and others == (None, None, None)
+        is_picked = keep == "edges" and (segment_layers, self.chunk_size, self.checkpoints) == (None,) * 3
         if not is_picked or self.offload or self.recompute != "none":
             segment_layers = segment_layers or 1
         return Storage(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjoint import batch, loss
 from adjoint.batch import Batch, divisor_of, shift_labels
-from adjoint.loss import linear_cross_entropy
+from adjoint.engine.leaves import aliases
+from adjoint.loss import WEIGHT_SUM, WeightSum, linear_cross_entropy
 
 VOCAB, D_MODEL = 13, 6
 
@@ -191,3 +194,49 @@ def test_bad_arguments_are_named() -> None:
         linear_cross_entropy(hidden, weight, targets, 0)
     with pytest.raises(ValueError, match=r"targets \(3, 16\) must have hidden's shape"):
         linear_cross_entropy(hidden, weight, targets[:, 1:])
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counter of the matrix products that run while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_frozen_weights_gradient_is_not_computed() -> None:
+    hidden, weight, targets = inputs()
+    expected = with_gradients(linear_cross_entropy(hidden, weight, targets, 7), hidden)
+    counts = []
+    for trained in (True, False):
+        weight.requires_grad_(trained)
+        with ProductCounter() as products:
+            got = with_gradients(linear_cross_entropy(hidden, weight, targets, 7), hidden)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        counts.append(products.count)
+    assert counts == [3 * -(-51 // 7), 2 * -(-51 // 7)]
+
+
+@pytest.mark.parametrize("slice_tokens", [7, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_weights_gradient_is_added_to_its_sum(dtype: torch.dtype, slice_tokens: int | None) -> None:
+    """A tile whose loss's cotangent is known has the sum over chunks; a second run adds nothing."""
+    hidden, weight, targets = inputs(dtype)
+    cotangent, before = torch.tensor(0.3, dtype=dtype), torch.ones_like(weight)
+    expected = with_gradients(cotangent * plain(hidden, weight, targets), hidden, weight)
+    (leaf,) = aliases([weight], [True])
+    total = before.detach().clone()
+    for is_added in (False, True):
+        vars(leaf)[WEIGHT_SUM] = lambda is_added=is_added: WeightSum(total, cotangent, is_added)
+        loss = linear_cross_entropy(hidden, leaf, targets, slice_tokens, is_loss=True)
+        d_hidden, d_weight = torch.autograd.grad(cotangent * loss, [hidden, leaf], allow_unused=True)
+        assert d_weight is None
+        limit = 1e-13 if dtype == torch.float64 else 1e-5
+        assert relative(d_hidden, expected[1].double()) <= limit
+        assert relative(total - before, expected[2].double()) <= limit
+    loss = linear_cross_entropy(hidden, leaf, targets, slice_tokens)  # not said to be the loss itself
+    assert torch.autograd.grad(loss, leaf)[0] is not None

@@ -48,6 +48,10 @@ class CastWeights:
                     self.casts[weight] = weight._version, weight.detach().to(dtype)
         return {weight: cast for weight, (_, cast) in self.casts.items()}
 
+    def drop(self) -> None:
+        """Drop all casts, which are made again where they are used."""
+        self.casts.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all casts."""

@@ -32,11 +32,16 @@ class ChunkMemory:
 
     Attributes:
         tape: held after a forward that keeps its tape.
-        backward_peak: the backward's peak on top of the tape, gradient sums included.
+        backward_peak: the backward's peak on top of the tape, gradient sums included. With segments of layers
+            it is on top of the tape of one of them, and of their inputs.
+        inputs: of segments of layers, stored by the forward.
+        columns: the tapes of segments of layers, in the order of the backward; () if all are one segment.
     """
 
     tape: int
     backward_peak: int
+    inputs: int = 0
+    columns: tuple[int, ...] = ()
 
 
 class LiveBytes(TorchDispatchMode):
@@ -110,11 +115,34 @@ def room_for_chunks(memory: float | str, stored_bytes: int, device: torch.device
         memory: budget in bytes, on top of memory already allocated; "auto" for most of what is left.
         stored_bytes: bytes stored for the whole sequence besides these (`Executor.slab_bytes`).
     """
-    budget = AUTO * memory_left(device) if isinstance(memory, str) else memory
+    budget = budget_bytes(memory, device)
     if device.type == "cpu":
         fixed, share = RESERVED_CPU
         budget = (budget - fixed) / (1 + share)
     return budget - stored_bytes
+
+
+def budget_bytes(memory: float | str, device: torch.device) -> float:
+    """Return a budget in bytes; of "auto" it is most of the memory that is left."""
+    return AUTO * memory_left(device) if isinstance(memory, str) else memory
+
+
+def tapes_of_segments(room: float, measured: ChunkMemory, chunks: int, state: int) -> int:
+    """Return how many tapes of a segment of layers on a chunk the forward keeps in `room` bytes, 1 at least.
+
+    The backward takes each segment through all chunks, the top one first; each tape that it finds saves
+    computing the segment on that chunk again. Segments' inputs and states at all edges are stored anyway.
+
+    Args:
+        measured: as in `tapes_and_states`. chunks: their number. state: bytes of a state.
+    """
+    left, tapes = room - chunks * (measured.inputs + state) - measured.backward_peak, 0
+    for column in measured.columns:
+        fitting = min(chunks, max(0, int(left / max(column, 1))))  # an embedding's takes nothing
+        tapes, left = tapes + fitting, left - fitting * column
+        if fitting < chunks:
+            break
+    return max(1, tapes)
 
 
 def tapes_and_states(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from adjoint.engine.budget import budget_bytes
 from adjoint.engine.grid import EngineSpec
 from adjoint.layers import MIXERS, Mixer, StackConfig
 from adjoint.layers.bidirectional_mixer import directions_of
@@ -117,7 +118,7 @@ def sizes_of_stack(
         width=config.d_model,
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
-        stream=config.d_model * element,
+        stream=config.d_model * max(element, 4),  # the residual stream
         has_attention="attention" in config.mixers,
     )
 
@@ -180,18 +181,26 @@ def chunk_size_for(
 
 
 def segments_for(
-    sizes: Sizes, batch: int, seqlen: int, device: str, memory: float | None = None
+    sizes: Sizes,
+    batch: int,
+    seqlen: int,
+    device: str,
+    memory: float | None = None,
+    budget: float | None = None,
 ) -> SegmentSize | None:
     """Return the tokens of a chunk and the layers of a segment; None if all layers are better one segment.
 
     With one segment a chunk's tape has all layers, so chunks must be short. In segments of G layers it has
     1/G of them, and the forward stores each segment's input. Chunks are the longest with which that takes
-    `SHARE_OF_CHECKPOINTING`, and segments have as many layers as then take the least memory. One segment is
-    better on a CPU, which short chunks keep busy; where a batch fits into one small chunk, of which nothing
-    is computed again; and in sequences so long that the inputs of segments take more than such a tape.
+    `SHARE_OF_CHECKPOINTING`, or that share of a budget, and segments have as many layers as then take the
+    least memory. One segment is better on a CPU, which short chunks keep busy; where a batch fits into one
+    small chunk, of which nothing is computed again; and in sequences so long that the inputs of segments take
+    more than such a tape.
 
     Args:
         batch, seqlen, device, memory: as in `chunk_size_for`.
+        budget: bytes for what the forward keeps and a chunk's tape; None for what gradient checkpointing
+            would take. Too small a one gets the shortest chunks.
     """
     if device != "cuda" or sizes.layers < 2 or sizes.weights_on_host:
         return None
@@ -200,16 +209,19 @@ def segments_for(
         return None
     inputs, tape = sizes.layers * tokens * sizes.stream, sizes.bytes_per_token / sizes.layers
     one_segment = chunk_size_for(sizes, batch, seqlen, device, memory) * batch * sizes.bytes_per_token
+    limit = SHARE_OF_CHECKPOINTING * (inputs + tokens * tape if budget is None else budget)
+    shortest: SegmentSize | None = None
     for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
         size = -(-seqlen // (chunks * 256)) * 256
         if size * batch > LONGEST_GPU_CHUNK and size > 256:
             continue
         layers = max(1, min(round((inputs / (size * batch * tape)) ** 0.5), sizes.layers))
         needed = inputs / layers + layers * size * batch * tape
-        if needed <= SHARE_OF_CHECKPOINTING * (inputs + tokens * tape):
-            is_better = needed < one_segment and layers < sizes.layers
+        is_better = needed < one_segment and layers < sizes.layers
+        if needed <= limit:
             return SegmentSize(size, layers) if is_better else None
-    return None
+        shortest = SegmentSize(size, layers) if is_better else shortest
+    return None if budget is None else shortest
 
 
 def with_attention_bytes(
@@ -232,9 +244,12 @@ def with_attention_bytes(
     return dataclasses.replace(spec, storage=storage)
 
 
-def segments_on(device: torch.device, sizes: Sizes, batch: int, seqlen: int) -> SegmentSize | None:
-    """Return `segments_for` a device of this machine."""
-    return segments_for(sizes, batch, seqlen, device.type, memory_of(device))
+def segments_on(
+    device: torch.device, sizes: Sizes, batch: int, seqlen: int, budget: float | str | None = None
+) -> SegmentSize | None:
+    """Return `segments_for` a device of this machine; a budget may be "auto" (`Exact(memory="auto")`)."""
+    available = None if budget is None or device.type != "cuda" else budget_bytes(budget, device)
+    return segments_for(sizes, batch, seqlen, device.type, memory_of(device), available)
 
 
 def busy_gpu_tokens(sizes: Sizes, memory: float, tokens: int) -> float:

@@ -181,6 +181,7 @@ class Executor(TileValues):
             slab.begin_graph_task(task)
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid = scale, grid or self.grid
+        self.gradients.begin_backward(scale)
         self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted
         if self.head_gradients is not None and scale is not None:
             self._scale_head_gradients(scale, is_last)
@@ -370,7 +371,9 @@ class Executor(TileValues):
         y: Tensor | None = None
         after: State = ()
         if t.kind == "linearize" or (unlisted.open and c + 1 == self.grid.chunks):
-            inputs = x, state, chunk, self._sums_of(t)
+            # a tape that is dropped adds nothing
+            sums = self._sums_of(t) if t.kind == "linearize" else Gradients(unlisted)
+            inputs = x, state, chunk, sums
             y, after, tape = unlisted.run_tile(lambda: stage.linearize(*inputs))
             if t.kind == "linearize":
                 self.store["tape", k, c] = tape
@@ -389,7 +392,8 @@ class Executor(TileValues):
             return self.gradients
         if self.head_gradients is None:
             self.head_is_unscaled = True
-            self.head_gradients = Gradients(self.gradients.unlisted_leaves)
+            unit = torch.ones((), dtype=self.accumulate_dtype, device=self.device)
+            self.head_gradients = Gradients(self.gradients.unlisted_leaves, loss_cotangent=unit)
         return self.head_gradients
 
     def _scale_head_gradients(self, scale: Tensor, frees: bool) -> None:
@@ -484,6 +488,7 @@ class Executor(TileValues):
 
     def _end_stage(self, k: int) -> None:
         """Drop what stage k's backward needed, when all of its tiles have run."""
+        self.stage(k).end_backward()
         for slab in self.slabs.get(k, ()):
             slab.end_backward()
             if self.attention_outputs is not None:

@@ -92,7 +92,7 @@ class Storage:
             GPU.
         checkpoints: number of states at chunk edges that each layer stores at a time, besides those of all
             tapes but the first; the backward computes the others again (`binomial`). None: all of them.
-        memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process with keep="edges".
+        memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process.
         prefer_single_chunk: whether the sequence becomes one chunk, the fastest way, if its tape fits in
             `memory`.
         attention_bytes: bytes for outputs of attention that are not computed again (`AttentionOutputs`).

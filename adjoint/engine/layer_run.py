@@ -77,6 +77,10 @@ class LayerRun(Stage):
         for stage in self.stages:
             stage.forget(start)
 
+    def end_backward(self) -> None:
+        for stage in self.stages:
+            stage.end_backward()
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

@@ -50,6 +50,7 @@ class UnlistedLeaves:
             in their place: the first tile's backward through that graph would free it for the others.
         nodes: the graph nodes that made the precomputed tensors, by which these are recognised.
         first_run: while `run_tile` runs a tile again, the leaves of its first run; None during the first.
+        runs_again: whether `run_tile` runs a tile again.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class UnlistedLeaves:
         self.precomputed: dict[Tensor, None] = {}
         self.nodes: set[Any] = set()
         self.first_run: Collection[Tensor] | None = None
+        self.runs_again = False
 
     def close(self) -> list[Tensor]:
         """Accept no more tensors, and return those that were found and are not listed."""
@@ -129,9 +131,9 @@ class UnlistedLeaves:
                     return run()
                 except RunAgain as again:
                     self.nodes |= again.nodes
-                    self.first_run = again.leaves or self.first_run
+                    self.first_run, self.runs_again = again.leaves or self.first_run, True
         finally:
-            self.first_run = None
+            self.first_run, self.runs_again = None, False
 
 
 class RunAgain(Exception):

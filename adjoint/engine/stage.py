@@ -159,6 +159,9 @@ class Stage(abc.ABC):
         """Run `linearize` for its pullback alone: the output may be anything of its shape."""
         return self.linearize(x, state, chunk, gradients)
 
+    def end_backward(self) -> None:  # noqa: B027 - only some stages keep anything
+        """Drop what is kept from tile to tile: no other tile of this backward will run."""
+
     def forward_noting_decay(
         self, x: Tensor, state: State, chunk: Batch, decays: Decays
     ) -> tuple[Tensor, State]:
@@ -320,6 +323,9 @@ class Layer(Stage):
     ) -> tuple[Tensor, State, Pullback]:
         with unread(self._last_product):
             return self.linearize(x, state, chunk, gradients)
+
+    def end_backward(self) -> None:
+        self.casts.drop()
 
     @functools.cached_property
     def _last_product(self) -> nn.Module | None:

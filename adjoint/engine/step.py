@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +18,7 @@ from adjoint.batch import Batch
 from adjoint.engine import budget, chunk_size
 from adjoint.engine.continuation import STEP, frees_graph
 from adjoint.engine.distribution import Distribution
-from adjoint.engine.executor import Executor
+from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.schedule import Action, Run, Schedule, forward_and_backward, keep_for
@@ -129,6 +131,30 @@ class _SkipNone:
         return None if gradient is None else self.hook(gradient)
 
 
+class _MeasuringTapes(Distribution):
+    """A single process that notes how many bytes the tape of each segment of layers takes."""
+
+    def __init__(self, live: budget.LiveBytes) -> None:
+        self.live = live
+        self.segments: tuple[int, ...] = ()
+        self.bytes_of_segment = collections.Counter[int]()
+
+    def columns(self) -> tuple[int, ...]:
+        """Return the bytes of all segments' tapes, in the order of the backward."""
+        return tuple(self.bytes_of_segment[segment] for segment in sorted(self.bytes_of_segment)[::-1])
+
+    def connections(self, grid: Grid) -> Connections:
+        self.segments = grid.segments
+        return Connections(traced=self._measured)
+
+    @contextlib.contextmanager
+    def _measured(self, action: object) -> Iterator[None]:
+        before = self.live.live
+        yield
+        if isinstance(action, Run) and action.tile.kind == "recompute":
+            self.bytes_of_segment[self.segments[action.tile.stage]] += self.live.live - before
+
+
 class ChunkedStep:
     """A batch's forward and backward as this process runs them.
 
@@ -231,10 +257,17 @@ class ChunkedStep:
             storage = dataclasses.replace(storage, attention_bytes=attention_bytes)
             room -= attention_bytes
             measured, state = self._measure_first_chunk(), self.executor.state_bytes()
-            self.tapes, states = budget.tapes_and_states(room, measured, sizes, state, storage.checkpoints)
+            states = grid.chunks
+            if grid.stores_inputs:
+                self.tapes = budget.tapes_of_segments(room, measured, grid.chunks, state)
+            else:
+                self.tapes, states = budget.tapes_and_states(
+                    room, measured, sizes, state, storage.checkpoints
+                )
             bytes_in_one_chunk = (measured.tape + measured.backward_peak) * self.batch.seqlen / sizes[0]
             if storage.prefer_single_chunk and bytes_in_one_chunk <= room:
                 spec = dataclasses.replace(spec, chunk_size=self.batch.seqlen)
+                self.tapes = max(1, len(measured.columns))
             elif storage.checkpoints is None and states < grid.chunks - self.tapes:
                 storage = dataclasses.replace(storage, checkpoints=states)
             self.spec = dataclasses.replace(spec, storage=storage)
@@ -287,21 +320,32 @@ class ChunkedStep:
         measurements = budget.measurements_of(self.parameters)
         trained = tuple(p.requires_grad for p in self.parameters)
         recompute = self.spec.storage.recompute
-        kind = len(ids), size, ids.device, executor.lowest_precision, executor.autocast, recompute, trained
+        dtypes = executor.lowest_precision, executor.autocast
+        kind = len(ids), size, ids.device, *dtypes, recompute, trained, executor.grid.segments
         if kind not in measurements:
+            in_segments = executor.grid.stores_inputs
             with budget.LiveBytes() as live:
-                spec = EngineSpec(size, least=self.spec.least, storage=Storage(keep=self.spec.storage.keep))
+                storage = Storage(keep=self.spec.storage.keep, tapes=0 if in_segments else 1)
+                spec = EngineSpec(size, least=self.spec.least, storage=storage)
                 first = dataclasses.replace(self.batch.chunk(0, size), states=executor.batch.states)
+                distribution = _MeasuringTapes(live)
                 with torch.enable_grad():
-                    first_step = ChunkedStep(self.stages, first, spec, self.width)
+                    first_step = ChunkedStep(self.stages, first, spec, self.width, distribution=distribution)
                 with torch.no_grad():
                     before = live.begin()
                     first_step._begin()
                     live_at_begin = live.live
                     loss, final = first_step._run_forward()
                     tape = live.live - live_at_begin
+                    inputs = first_step.executor.input_bytes()
                     first_step._run_backward(torch.ones_like(loss), [None] * len(final))
-                    measurements[kind] = budget.ChunkMemory(tape, live.peak - before - tape)
+                    peak = live.peak - before
+                if not in_segments:
+                    measurements[kind] = budget.ChunkMemory(tape, peak - tape)
+                else:
+                    columns = distribution.columns()
+                    peak -= inputs + max(columns)
+                    measurements[kind] = budget.ChunkMemory(sum(columns), peak, inputs, columns)
         return measurements[kind]
 
     # ------------------------------------------------------------------------------ as an autograd function

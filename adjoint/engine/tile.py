@@ -27,6 +27,7 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated import products_kept
 from adjoint.kernels.operation import operators_saved_under_recompute
 from adjoint.layers import Block, State
+from adjoint.loss import WEIGHT_SUM, WeightSum
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
@@ -54,9 +55,12 @@ class Gradients:
 
     Args:
         unlisted_leaves: tensors that tiles may reach without listing them, by default none.
+        loss_cotangent: as in `begin_backward`.
     """
 
-    def __init__(self, unlisted_leaves: UnlistedLeaves | None = None) -> None:
+    def __init__(
+        self, unlisted_leaves: UnlistedLeaves | None = None, loss_cotangent: Tensor | None = None
+    ) -> None:
         self.sums: dict[Tensor, Tensor] = {}
         self.arriving: collections.deque[tuple[Tensor, ArrivingGradient]] = collections.deque()
         self.unlisted_leaves = unlisted_leaves or UnlistedLeaves()
@@ -64,6 +68,26 @@ class Gradients:
         self.excess: dict[Tensor, Tensor] = {}  # what rounding has added to compensated sums
         self.counted: Tensor | None = None  # a parameter, and how often it was added to: about once per chunk
         self.additions = 0
+        self.loss_cotangent = loss_cotangent
+
+    def begin_backward(self, loss_cotangent: Tensor | None) -> None:
+        """Set the cotangent that each chunk's loss will get, a scalar; None if it is not known.
+
+        A tile that is linearized after this must be pulled back once, with this cotangent."""
+        self.loss_cotangent = loss_cotangent
+
+    def weight_sum(self, parameter: Tensor) -> WeightSum | None:
+        """Return the sum to which the head adds its weight's gradient while it computes a chunk's loss.
+
+        None if the cotangent is not known, if there is no sum yet, or if additions are compensated."""
+        total = self.sums.get(parameter)
+        if total is None or self.loss_cotangent is None or not self._adds_plainly(total):
+            return None
+        is_added = self.unlisted_leaves.runs_again
+        if parameter is self.counted and not is_added:
+            self.additions += 1
+        self._wait_for_sum(parameter)
+        return WeightSum(total, self.loss_cotangent, is_added)
 
     def reserve(self, parameters: Iterable[Tensor]) -> None:
         """Allocate the sums of parameters on a CPU now.
@@ -88,8 +112,7 @@ class Gradients:
         if total is not None:
             if parameter is self.counted:
                 self.additions += 1
-            few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
-            if few or gradient.numel() > MAX_COMPENSATED_NUMEL:
+            if self._adds_plainly(gradient):
                 total += gradient
             else:
                 self._add_compensated(parameter, total, gradient)
@@ -100,6 +123,11 @@ class Gradients:
             self.sums[parameter] = self.room.pop(parameter).copy_(gradient)
         else:  # a copy: autograd may have given the same memory to others
             self.sums[parameter] = gradient.to(accumulate_dtype(gradient.dtype), copy=True)
+
+    def _adds_plainly(self, gradient: Tensor) -> bool:
+        """Whether a gradient of this shape is added without compensation for rounding."""
+        few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
+        return few or gradient.numel() > MAX_COMPENSATED_NUMEL
 
     @property
     def has_unlisted(self) -> bool:
@@ -154,8 +182,7 @@ class Gradients:
         for parameter, gradient in pairs:
             if parameter is self.counted:
                 self.additions += 1
-            few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
-            if few or gradient.numel() > MAX_COMPENSATED_NUMEL:
+            if self._adds_plainly(gradient):
                 plain.append((self.sums[parameter], gradient))
             elif parameter in compensated:
                 repeated.append((parameter, gradient))
@@ -243,63 +270,58 @@ def copies_of(tensors: Mapping[Tensor, Tensor], dtypes: Iterable[torch.dtype]) -
     return copies
 
 
-class StreamingAccumulator:
-    """Adder of gradients to the sums while a tile's backward runs.
+class TapeHooks:
+    """Hooks of a tape's leaves, which add gradients to sums while the tape's own pullback runs.
 
-    So they never all exist at once: together they may be as large as the model. On a GPU it adds some at a
-    time, by one launch for all."""
+    So a tile's gradients never all exist at once: together they may be as large as the model. On a GPU some
+    at a time are added, by one launch for all.
 
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients, self.bytes = gradients, 0
+    A tensor of a tile's graph that user code has kept, such as an activation in a forward hook, leads to
+    these leaves, which stand for parameters and inputs. In another backward its gradient would be lost there,
+    so it is refused.
+
+    Attributes:
+        gradients: the sums while the pullback runs; None before and after.
+        pending: (parameter, gradient) pairs that are not added yet, with `pending_bytes` bytes.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: Gradients | None = None
         self.pending: list[tuple[Tensor, Tensor | None]] = []
+        self.pending_bytes = 0
 
     def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Add the gradient of the leaf that stands for `parameter`; return a stand-in without memory.
 
         This is the leaf's hook: autograd takes the stand-in for the gradient."""
+        if self.gradients is None:
+            raise UserError(KEPT_ACTIVATION)
         if gradient is None:
             return None
         if gradient.is_cuda:
             self.pending.append((parameter, gradient))
-            self.bytes += gradient.nbytes
-            if self.bytes > MAX_PENDING_BYTES:
+            self.pending_bytes += gradient.nbytes
+            if self.pending_bytes > MAX_PENDING_BYTES:
                 self.flush()
         else:
             self.gradients.add(parameter, gradient)
         return gradient.new_empty(()).expand_as(gradient)
 
     def flush(self) -> None:
+        """Add what is pending."""
+        assert self.gradients is not None
         self.gradients.add_all(self.pending)
-        self.pending, self.bytes = [], 0
-
-
-class TapeHooks:
-    """Hooks of a tape's leaves: gradients come from the tape's own pullback, or are refused.
-
-    A tensor of a tile's graph that user code has kept, such as an activation in a forward hook, leads to
-    these leaves, which stand for parameters and inputs. In another backward its gradient would be lost there.
-
-    Attributes:
-        accumulator: takes parameters' gradients while the pullback runs; None before and after.
-    """
-
-    accumulator: StreamingAccumulator | None = None
-
-    def take(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """Hand a parameter's gradient to the accumulator."""
-        if self.accumulator is None:
-            raise UserError(KEPT_ACTIVATION)
-        return self.accumulator.take(parameter, gradient)
+        self.pending, self.pending_bytes = [], 0
 
     def take_arriving(self, parameter: Tensor, gradient: ArrivingGradient) -> None:
         """Hand on a gradient, or a part of it, that is on its way to host memory."""
-        if self.accumulator is None:
+        if self.gradients is None:
             raise UserError(KEPT_ACTIVATION)
-        self.accumulator.gradients.add_arriving(parameter, gradient)
+        self.gradients.add_arriving(parameter, gradient)
 
     def check(self, gradient: Tensor | None) -> None:
         """Raise UserError if the gradient of an input does not come from the pullback."""
-        if self.accumulator is None:
+        if self.gradients is None:
             raise UserError(KEPT_ACTIVATION)
 
 
@@ -357,6 +379,9 @@ def linearize(
     differentiable += [a for s in state if (a := getattr(s, "anchor", None)) is not None]
     leaves = aliases(parameters if used is None else used, [p.requires_grad for p in parameters])
     begin, stand_ins, hooks = next_node(), gradients.unlisted_leaves.make_stand_ins(), TapeHooks()
+    if gradients.loss_cotangent is not None:
+        for parameter, leaf in zip(parameters, leaves, strict=True):
+            vars(leaf)[WEIGHT_SUM] = functools.partial(gradients.weight_sum, parameter)
     with torch.enable_grad(), stand_ins or contextlib.nullcontext():
         y, after = call(leaves, x, state)
     outputs: list[Tensor] = [y, *after]
@@ -376,13 +401,13 @@ def linearize(
         outputs.clear()
         if not seeds:
             return None, (None,) * len(state)
-        hooks.accumulator = StreamingAccumulator(gradients)
+        hooks.gradients = gradients
         try:
             with suspend_hooks(unlisted) if unlisted else contextlib.nullcontext():
                 grads = gradients.vjp(seeds, [*inputs, *unlisted])
-            hooks.accumulator.flush()
+            hooks.flush()
         finally:
-            hooks.accumulator = None
+            hooks.gradients = None
         gradients.add_all(zip(unlisted, grads[len(inputs) :], strict=True))
         grad_by_id = dict(zip(map(id, differentiable), grads, strict=False))
         return grad_by_id.get(id(x)), tuple(map(grad_by_id.get, map(id, state)))

@@ -155,6 +155,11 @@ class TileValues:
         """Return the bytes on the device of all stages' states at a chunk edge."""
         return 0 if self.host else sum(p.size for p in self.packing) * self.accumulate_dtype.itemsize
 
+    def input_bytes(self) -> int:
+        """Return the bytes on the device of what is stored between segments."""
+        tensors = [value for key, value in self.store.items() if key[0] in ("y", "dy")]
+        return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.device == self.device)
+
     def slab_bytes(self) -> int:
         """Return the bytes on the device of append-only states with their cotangents."""
         if self.host:

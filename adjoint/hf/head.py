@@ -255,7 +255,7 @@ def summed_loss(
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
         scaled = hidden if scale == 1 else hidden * scale
-        return linear_cross_entropy(scaled, weight, targets, tokens, weights=weights)
+        return linear_cross_entropy(scaled, weight, targets, tokens, weights=weights, is_loss=True)
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = head_logits(model, hidden[None])

@@ -161,11 +161,9 @@ class Fit:
         elif (size := self.fitting_chunk()) is not None:
             remedies.append(f"--method.chunk_size {size}")
         has_offload = "keep" in {field.name for field in dataclasses.fields(setup.method)}
-        if has_offload and not setup.spec.storage.offload and setup.machine.kind == "cuda":
-            # a budget is for keep="edges" alone
-            without_budget = {} if setup.method.storage.memory is None else {"memory": None}
-            if self.with_method(keep="offload", **without_budget).spans():
-                remedies.append("--method.keep offload" + " --method.memory null" * bool(without_budget))
+        can_offload = has_offload and not setup.spec.storage.offload and setup.machine.kind == "cuda"
+        if can_offload and self.with_method(keep="offload").spans():
+            remedies.append("--method.keep offload")
 
         is_cut = getattr(setup.model.source, "bidirectional", None) is None  # or in one process alone
         offloadable = setup.host_link is None and setup.machine.kind == "cuda" and setup.layout.workers == 1

@@ -27,7 +27,7 @@ from adjoint.plan.links import Links, Rates, rates_of
 from adjoint.plan.model_sizes import EMBEDDING, HEAD
 from adjoint.plan.roofline import least_seconds
 from adjoint.plan.rounds import RoundSimulator, seen_pairs, step_bytes
-from adjoint.plan.run_memory import Setup, owned_weights
+from adjoint.plan.run_memory import Setup, needs, owned_weights
 from adjoint.plan.simulate import Timeline, simulate
 from adjoint.plan.stage_memory import Conditions, example
 from adjoint.plan.tensor_rank import bytes_per_token, collectives_of
@@ -42,6 +42,7 @@ COUNTED_TOKENS = 1 << 14  # of a chunk on which a GPU's times are counted; per t
 # Seconds for which a GPU's host queues an operator, Python, autograd and views included: beside an H200, in
 # short chunks of `mamba-1.27b`.
 OPERATOR_QUEUE_S = 150e-6
+SAMPLED_CHUNKS = 64  # of which times are added up, where those of the others lie between them
 MOST_TILES = 12_000  # simulated at most, which takes seconds; longer sequences are extrapolated
 
 
@@ -314,6 +315,9 @@ def estimate(
     if len(counts) > 1 and setup.spec.storage.checkpoints is not None:
         again = [advance_seconds(setup, span, costs) for span in spans]
         busy = [b + seconds / v for b, seconds, v in zip(busy, again, speed, strict=True)]
+    if setup.spec.storage.memory is not None and setup.alone:
+        saved = needs(setup, spans)[0].tape_share * recomputed_seconds(setup, costs)
+        busy = [b - saved / v for b, v in zip(busy, speed, strict=True)]
     mean = sum(busy) / len(busy)
     # waits are extrapolated by themselves: they are the small difference of two large numbers
     waits = max(0.0, max(busy) - mean, at(lambda line, _: line.idle_share * line.seconds))
@@ -395,6 +399,21 @@ def advance_seconds(setup: Setup, span: range, costs: Costs) -> float:
         pairs = seen_pairs(setup.model.layers[k].window, starts, starts + size)
         seconds += costs.pairs[k] * float((times * pairs).sum())
     return seconds
+
+
+def recomputed_seconds(setup: Setup, costs: Costs) -> float:
+    """Return the seconds in which chunks are computed again, on a device of speed 1.
+
+    With one segment of layers the last chunk's tape is kept; of several segments only the top one's."""
+    in_segments = setup.spec.storage.keep != "edges"
+    size, again = setup.spec.chunk_size, setup.chunks - (not in_segments)
+    sampled = range(0, again, -(-again // SAMPLED_CHUNKS) or 1)  # attention makes later ones longer
+    seconds = sum(
+        _layer_seconds(setup, costs, k, "recompute", c * size, (c + 1) * size)
+        for c in sampled
+        for k in range(setup.model.n_layer)
+    )
+    return seconds * again / max(len(sampled), 1)
 
 
 def _step(

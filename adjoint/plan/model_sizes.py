@@ -158,7 +158,9 @@ class Model:
         )
         spec = method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
         if spec.storage.segment_layers is None and layout.world == 1:
-            segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory)
+            budget = storage.memory
+            budget = machine.memory if budget == "auto" else budget
+            segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory, budget)
             spec = spec if segments is None else spec.in_segments(*segments)
         return with_attention_bytes(spec, sizes, rows, seqlen)
 

@@ -370,10 +370,20 @@ def _program_bytes(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int) -
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one shard at its peak, by the names in `PARTS`, and the bytes of host memory that it pins."""
+    """Bytes of one shard at its peak, by the names in `PARTS`.
+
+    Attributes:
+        host: bytes of host memory that it pins.
+        activations: bytes that count within a budget (`Exact(memory=…)`), without the tapes that it pays for.
+        tapes: bytes of all tapes but the first, which the backward makes again if no budget pays for them.
+        tape_share: the part of `tapes` that fits in the budget.
+    """
 
     parts: dict[str, int]
     host: int = 0
+    activations: int = 0
+    tapes: int = 0
+    tape_share: float = 0.0
 
     @property
     def total(self) -> int:
@@ -583,16 +593,23 @@ def _memory(setup: Setup, span: range, program: ProgramBytes, first: bool, last:
     if budget == "auto":  # a share of the memory that the run's own weights leave
         left = None if machine.memory is None else machine.memory - parts["weights"] - parts["optimizer"]
         budget = None if left is None else AUTO * (left - fixed * machine.reserve)
-    if isinstance(budget, float) and setup.alone:  # the budget is filled with tapes and states
+    activations, tapes, share_of_tapes = 0, 0, 0.0
+    if setup.alone and not setup.plain_autograd:
         tape, state = sum(setup.piece(k).saved for k in span), sum(map(setup.state, span))
-        room = budget - sum(parts[name] for name in ("gradients", "past", "kept", "attention"))
-        chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
-        sizes = [spec.chunk_size] * setup.chunks
-        _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
-        parts["states"] = min(parts["states"], (states + 2) * state)
-        tapes = tape * (setup.chunks - 1)
+        segments = 1 if spec.storage.keep == "edges" else -(-len(span) // (spec.storage.segment_layers or 1))
+        tapes = tape * setup.chunks - tape // segments
+        # the budget is filled with tapes and states
+        if isinstance(budget, float) and spec.storage.keep == "edges":
+            room = budget - sum(parts[name] for name in ("gradients", "past", "kept", "attention"))
+            chunk = ChunkMemory(tape, max(0, parts["chunk"] + parts["head"] - tape) + 2 * state)
+            sizes = [spec.chunk_size] * setup.chunks
+            _, states = tapes_and_states(room, chunk, sizes, state, spec.storage.checkpoints)
+            parts["states"] = min(parts["states"], (states + 2) * state)
         within = "gradients", "states", "past", "kept", "attention", "chunk", "head"
-        used = sum(parts[name] for name in within)
-        parts["chunk"] += int(max(0, min(budget - used, tapes)))
+        activations = sum(parts[name] for name in within)
+        if isinstance(budget, float) and tapes:
+            stored = int(max(0, min(budget - activations, tapes)))
+            parts["chunk"] += stored
+            share_of_tapes = stored / tapes
     parts["reserved"] = int(fixed + share * sum(parts.values())) if machine.reserve else 0
-    return Memory({name: parts[name] for name in PARTS}, host)
+    return Memory({name: parts[name] for name in PARTS}, host, activations, tapes, share_of_tapes)

@@ -292,7 +292,11 @@ class StackModules(nn.Module):
             normalised = gather_tokens(self.norm_f(y), split.group, targets.shape[1])
         shard = None if split is None else split.vocabulary_shard
         normalised = joined_strands(normalised) if self.config.strands == 2 else normalised
-        return linear_cross_entropy(normalised, self.head_weight(), targets, shard=shard, weights=weights)
+        weight = self.head_weight()
+        is_loss = getattr(self.head_loss, "__func__", None) is StackModules.head_loss  # not a user's, of this
+        return linear_cross_entropy(
+            normalised, weight, targets, shard=shard, weights=weights, is_loss=is_loss
+        )
 
     def head_weight(self) -> Tensor:
         """Return what multiplies the hidden states after the last norm: lm_head's weight, for both strands

@@ -59,6 +59,7 @@ FLAGS: dict[str, dict[str, str | int | None]] = {
         "--bandwidth": None,
         "--host-bandwidth": None,
         "--timeline": None,
+        "--curve": None,
         "--json": 0,
     },
     "eval": {

@@ -521,3 +521,24 @@ def test_under_autocast_weights_are_cast_once_a_step() -> None:
         patch.setattr(CastWeights, "cast_weights", lambda self, module, device: {})
         _, expected = gradients(model, ids, ids, Exact(10))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_segments_drop_their_casts_in_the_backward() -> None:
+    """No layer above holds its weights in half precision while a layer's gradients are made."""
+    model, ids = make_model("mamba", torch.float32, d_model=40, n_layer=4), make_ids(1, 60)
+    casts_left: list[int] = []
+    cast_weights = CastWeights.cast_weights
+    caches: dict[CastWeights, None] = {}
+
+    def noted(self: CastWeights, module: Any, device: torch.device) -> Any:
+        caches[self] = None
+        casts = cast_weights(self, module, device)
+        casts_left.append(sum(cache.nbytes > 0 for cache in caches))
+        return casts
+
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(CastWeights, "cast_weights", noted)
+        gradients(model, ids, ids, Exact(10, segment_layers=1))
+    assert max(casts_left) == 4
+    assert casts_left[-1] == 1
+    assert not any(cache.nbytes for cache in caches)

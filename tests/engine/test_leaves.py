@@ -148,6 +148,14 @@ def test_gradients_are_those_of_autograd(name: str, way: Callable[[Any], Leaves]
         assert_same(gradients(case, leaves, method), expected)
 
 
+@pytest.mark.parametrize("method", [Exact(8), Exact(8, segment_layers=1)])
+def test_a_chunk_that_runs_twice_adds_to_the_heads_gradient_once(method: Exact) -> None:
+    """A chunk that makes a leaf runs twice, and its head adds to the sum of gradients while it runs."""
+    case = ModelOfEitherKind(LLAMA)
+    leaves = made_in_the_forward(case.model)
+    assert_same(gradients(case, leaves, method), gradients(case, leaves, None))
+
+
 @pytest.mark.parametrize("way", [in_a_hook, made_by_another_network])
 def test_losses_of_hidden_states(way: Callable[[Any], Leaves]) -> None:
     case = ModelOfEitherKind(LLAMA)

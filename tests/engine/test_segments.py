@@ -13,7 +13,15 @@ from torch import nn
 
 import adjoint
 from adjoint import Exact
-from adjoint.engine.chunk_size import SHARE_OF_CHECKPOINTING, Sizes, chunk_size_for, segments_for
+from adjoint.engine import chunk_size
+from adjoint.engine.budget import RESERVED_CPU, measurements_of
+from adjoint.engine.chunk_size import (
+    SHARE_OF_CHECKPOINTING,
+    SHORTEST_GPU_CHUNK,
+    Sizes,
+    chunk_size_for,
+    segments_for,
+)
 from adjoint.engine.executor import Executor
 from adjoint.engine.step import ChunkedStep
 from adjoint.errors import UserError
@@ -397,6 +405,52 @@ def test_one_segment_is_better_on_a_cpu_for_short_batches_and_for_very_long_sequ
 def test_a_wrong_number_of_layers_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="segment_layers must be a whole number of layers"):
         Exact(segment_layers=value)
-    for other in ({"memory": "1GB"}, {"checkpoints": 3}):
-        with pytest.raises(ValueError, match=f"which {next(iter(other))} does not count"):
-            Exact(segment_layers=2, **other)
+    with pytest.raises(ValueError, match="which checkpoints does not count"):
+        Exact(segment_layers=2, checkpoints=3)
+
+
+def test_a_smaller_budget_has_shorter_chunks() -> None:
+    sizes = [segments_for(BAMBA_LIKE, 1, 2**17, "cuda", 80e9, budget) for budget in (1, 2e9, 4e9, 3e10)]
+    assert None not in sizes
+    chunks = [size.chunk_size for size in sizes if size]
+    assert chunks == sorted(chunks)
+    assert chunks[0] == SHORTEST_GPU_CHUNK
+    assert chunks[0] < chunks[1] < chunks[-1]
+
+
+# ------------------------------------------------------------------------------------------- memory budgets
+
+
+@pytest.mark.parametrize("name", ["stack", BAMBA])
+def test_a_budget_is_filled_with_tapes_of_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room: one tape of a segment on a chunk, as without a budget; then one more for each one's bytes;
+    room for all: all of them, and one chunk if no size was given."""
+    monkeypatch.setattr(chunk_size, "ATTENTION_SHARE", 0)
+    model, steps = model_of(name), list[ChunkedStep]()
+    begin = ChunkedStep._begin
+    monkeypatch.setattr(
+        ChunkedStep, "_begin", lambda self, *args: (begin(self, *args), steps.append(self))[0]
+    )
+    ids = torch.randint(0, 17, (2, 61), generator=torch.Generator().manual_seed(7))
+    inputs = model.inputs(ids, ids)
+    expected = model.results(None, inputs)
+
+    def tapes_within(memory: float | str, tokens: int | None = 8) -> tuple[int, int]:
+        method = Exact(tokens, segment_layers=1, memory=memory, share_prefixes=False)
+        steps.clear()
+        same(model.results(method, inputs), expected)
+        return steps[-1].tapes, steps[-1].grid.chunks
+
+    assert tapes_within("1kB") == (1, 8)
+    (measured,) = [m for m in measurements_of(steps[-1].parameters).values() if m.columns]
+    layers = 5 if name == "stack" else model.model.config.num_hidden_layers
+    columns = measured.columns[:layers]
+    assert min(columns) > 0
+    executor, (fixed, share) = steps[-1].executor, RESERVED_CPU
+    stored = executor.slab_bytes() + 8 * (measured.inputs + executor.state_bytes())
+    for tapes in (3, 8, 11):
+        needed = sum(columns[i // 8] for i in range(tapes)) + columns[tapes // 8] / 2
+        budget = fixed + (1 + share) * (stored + measured.backward_peak + needed)
+        assert tapes_within(budget) == (tapes, 8)
+    assert tapes_within("8GB") == (8 * len(measured.columns), 8)
+    assert tapes_within("8GB", None)[1] == 1

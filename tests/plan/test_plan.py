@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -77,6 +78,40 @@ def test_backprop_recomputes_nothing_and_exact_all_but_a_chunk() -> None:
     assert seconds(Exact(256, recompute="full")) == pytest.approx(4.75 * forward)
     assert seconds(Truncated(128, 256)) > 4 * forward  # tasks look ahead of themselves
     assert seconds(Truncated("auto", 256)) == pytest.approx(seconds(Truncated(256, 256)))
+
+
+@pytest.mark.parametrize("segments", [{}, {"segment_layers": 1}])
+def test_a_budget_saves_the_time_of_chunks_that_keep_their_tapes(segments: dict[str, int]) -> None:
+    """A step goes from its time without a budget, with no room, to backpropagation's, with room for all."""
+    config, forward = StackConfig(n_layer=2), 2 * 4096 * 1e-3
+
+    def seconds(**options: Any) -> float:
+        return time_of(config, Exact(256, **segments, **options), 4096).seconds
+
+    without = seconds()
+    taped_share = 0 if segments else 1 / 16  # the last chunk's tape
+    assert without == pytest.approx(forward * (4 - taped_share))
+    assert seconds(memory="1kB") == pytest.approx(without)
+    assert seconds(memory="80GB") == pytest.approx(3 * forward, rel=0.01)
+    assert seconds(memory="80GB") < seconds(memory="30MB") < without
+
+
+def test_a_curve_goes_from_the_least_memory_to_backpropagations(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "curve.png"
+    words = f"plan --seqlen 64K --device-tflops 0.1 --training.device cpu --json --curve {picture}"
+    assert main(words.split()) == 0
+    curve = json.loads(capsys.readouterr().out)["curve"]
+    assert picture.stat().st_size > 1000
+    assert [point["way"] for point in curve[:: len(curve) - 1]] == ["Exact()", "Backprop()"]
+    *exact, _, backprop = curve
+    assert [point["budget"] is None for point in exact] == [True] + [False] * 4
+    for before, after in itertools.pairwise(exact):
+        assert after["memory_bytes"] > before["memory_bytes"]
+        assert after["seconds"] < before["seconds"]
+    assert exact[-1]["seconds"] == pytest.approx(backprop["seconds"], rel=0.05)
+    assert all(point["fits"] for point in curve)
 
 
 def test_helpers_shorten_a_layer_local_step() -> None:

@@ -17,6 +17,7 @@ from adjoint.errors import UserError
 from adjoint.memory import print_sizes_as, total_memory_bytes, usable_cores
 from adjoint.methods import Exact
 from adjoint.plan import estimate as plan_time
+from adjoint.plan.budget_curve import CurvePoint, budget_curve
 from adjoint.plan.host_traffic import SUSTAINED_LINK, in_host_memory
 from adjoint.plan.layouts import Ranked, Request, more_rows, rank
 from adjoint.plan.links import Links
@@ -24,7 +25,7 @@ from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Setup
 from adjoint.plan.worker_devices import Machine
 from adjoint.settings import Positive, PositiveNumber, SeqLen, read_value, size_bytes
-from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show
+from adjoint.tools.plan.report import as_dict, host_weights_as_dict, labels_of, show, show_curve
 from adjoint.train.config import Config, load_config
 from adjoint.train.flags import Flags, reads
 from adjoint.train.gpus import GPUS, INSTANCES, LINKS
@@ -76,10 +77,22 @@ def main(argv: list[str]) -> int:
         report["links"] = dataclasses.asdict(flags.links)
     with Waiting("counting more rows"):
         report["rows_that_fill"] = more_rows(request, estimate)
+    curve: list[CurvePoint] = []
+    if flags.curve:
+        with Waiting("simulating budgets"):
+            seconds_of = lambda other, spans: request.estimate(other, spans).seconds  # noqa: E731
+            curve = budget_curve(fit, seconds_of)
+            report["curve"] = [point._asdict() for point in curve]
     if flags.json:
         print(json.dumps(report, indent=1))
     else:
         show(report)
+        show_curve(curve)
+    if curve:
+        from adjoint.tools.plan.plot import plot_curve
+
+        title = f"A step of {fit.setup.seqlen:,} tokens, {fit.setup.model.n_layer} layers"
+        plot_curve(curve, flags.curve, title)
     if flags.timeline:
         from adjoint.tools.plan.plot import plot_timeline
 
@@ -234,6 +247,8 @@ def _parser() -> Flags:
     link = f"bytes per second between a GPU and host memory, for model.offload weights; default: {link}"
     add("--host-bandwidth", link, size_bytes)
     add("--timeline", "draw the pipeline to a .png, .svg or .pdf", _picture)
+    curve = "draw a step's time against its memory, for budgets up to backpropagation's memory, to a .png, "
+    add("--curve", curve + ".svg or .pdf, and print the table", _picture)
     add("--json", "print everything as JSON", action="store_true")
     return parser
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from adjoint.files import new_figure, save_figure
+from adjoint.plan.budget_curve import CurvePoint
 from adjoint.plan.simulate import Span, Timeline
 
 NAMES = {
@@ -65,6 +66,28 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
     axes.set_title(title, fontsize=10)
     axes.spines[:].set_visible(False)
     save_figure(figure, path)
+
+
+def plot_curve(curve: Sequence[CurvePoint], path: str | Path, title: str = "") -> None:
+    """Draw the seconds of a step against its memory: `Exact` as a line, backpropagation as points.
+
+    Args:
+        curve: points of `plan.budget_curve`.
+        path, title: as in `plot_timeline`.
+    """
+    figure = new_figure(7, 4)
+    axes = figure.add_subplot()
+    chunked = [point for point in curve if point.way.startswith("Exact")]
+    axes.plot(*_memory_and_seconds(chunked), "o-", label="Exact, without and with a budget")
+    for point, marker in zip((p for p in curve if p not in chunked), "s^", strict=False):
+        axes.plot(*_memory_and_seconds([point]), marker, label=point.way)
+    axes.set(xlabel="memory on the device (GB)", ylabel="seconds a step", title=title)
+    axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def _memory_and_seconds(points: Sequence[CurvePoint]) -> tuple[list[float], list[float]]:
+    return [point.memory_bytes / 1e9 for point in points], [point.seconds for point in points]
 
 
 def joined_spans(spans: Sequence[Span], gap: float) -> list[Span]:

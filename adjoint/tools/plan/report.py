@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adjoint.memory import rate_text, size_text, size_unit
+from adjoint.plan.budget_curve import CurvePoint
 from adjoint.plan.capacity import LONGEST, Fit
 from adjoint.plan.estimate import Costs, Estimate
 from adjoint.plan.host_traffic import SUSTAINED_LINK, adding_seconds, hiding_chunk, link_bytes
@@ -159,6 +160,21 @@ def show(plan: dict[str, Any]) -> None:
         _show_host_weights(link, link["hiding_chunks"], link["adding_seconds_per_chunk"])
     if len(plan["layouts"]) > 1:
         _show_layouts(plan["layouts"])
+
+
+def show_curve(curve: Sequence[CurvePoint]) -> None:
+    """Print a row per way to take a step, if there are any."""
+    rows = [
+        (
+            point.way,
+            size_text(point.memory_bytes),
+            _seconds(point.seconds),
+            "" if point.fits else "does not fit",
+        )
+        for point in curve
+    ]
+    if rows:
+        print_table(("method", "memory", "a step", ""), rows, "time against memory")
 
 
 def _show_memory(plan: dict[str, Any]) -> None:
