@@ -32,7 +32,8 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.triton import common
 
 TOKENS, CHANNELS = 64, 32
-TAPS, STRETCH = 8, 1024
+TAPS, STRETCH = 4, 1024
+WEIGHT_TOKENS = 32  # of a tile of the weights' gradient, whose sums are in registers beside it
 
 
 @triton.jit
@@ -238,7 +239,6 @@ def filter_backward(
     )
     constants = {
         "HAS_RESET": reset is not None,
-        "TOKENS": TOKENS,
         "CHANNELS": CHANNELS,
         "ACC": common.tl_dtype(x.dtype),
         "num_warps": 4,
@@ -246,6 +246,7 @@ def filter_backward(
     with common.on_device(x):
         _inputs_kernel[(triton.cdiv(seqlen + width - 1, TOKENS), blocks, batch)](
             *(dy, weight.contiguous(), starts, dx, dstate, seqlen, channels, width, *dy.stride()[:2]),
+            TOKENS=TOKENS,
             **constants,
         )
         _weight_kernel[(triton.cdiv(width, TAPS), blocks, stretches * batch)](
@@ -253,6 +254,7 @@ def filter_backward(
             HAS_STATE=state is not None,
             TAPS=TAPS,
             STRETCH=STRETCH,
+            TOKENS=WEIGHT_TOKENS,
             **constants,
         )
     return dx, dweight.sum((0, 1)).t().contiguous().to(weight.dtype), dstate
