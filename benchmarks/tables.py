@@ -45,7 +45,7 @@ def _stored(name: str) -> Row:
 @functools.cache
 def planned(*flags: str) -> Row:
     """Return `adjoint plan --json`'s entry of the device, for a step of mamba-1.27b at 1,048,576 tokens."""
-    words = "plan --config configs/mamba-1.27b.yaml --seqlen 1M --devices 1 --json"
+    words = "plan --config configs/mamba-1.27b.yaml --method.chunk_size 4096 --seqlen 1M --devices 1 --json"
     with contextlib.redirect_stdout(io.StringIO()) as said:
         main([*words.split(), *flags])
     device: Row = json.loads(said.getvalue())["devices"][0]

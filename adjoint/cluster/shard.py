@@ -265,12 +265,13 @@ class PipelineWorker:
     def _engine_spec(self, batch: Batch, chunk_size: int | None) -> EngineSpec:
         size = chunk_size or self.chunk_size(batch.rows, batch.seqlen)
         spec = self.spec.method.engine_spec(batch.seqlen, size, self.model.documents)
-        share = len(self.span) / self.model.n_layer
-        return with_attention_bytes(spec, self._sizes(), batch.rows, batch.seqlen, share)
+        return with_attention_bytes(spec, self._sizes(), batch.rows, batch.seqlen)
 
     def _sizes(self) -> Sizes:
+        """Return the sizes of this shard's layers."""
         spec = self.spec
-        return self.model.sizes(spec.precision, self.device.type, spec.method.storage.recompute)
+        sizes = self.model.sizes(spec.precision, self.device.type, spec.method.storage.recompute)
+        return sizes.of_part(len(self.span) / self.model.n_layer)
 
     def _step(self, batch: Batch, engine_spec: EngineSpec, microbatch: Microbatch | None) -> ChunkedStep:
         """Return a batch's step; without a microbatch it is evaluated, and draws nothing anew."""
@@ -455,7 +456,7 @@ class PipelineWorker:
     def chunk_size(self, batch: int, seqlen: int) -> int:
         """Return the chunk size in tokens that suits the method and this device, for `batch` rows.
 
-        Every worker of a sequence gets at least two chunks.
+        There are at least two chunks for each shard, and for each worker of a sequence.
         """
         method = self.spec.method
         default = chunk_size_on(self.device, self._sizes(), batch, seqlen, method.storage.checkpoints)

@@ -36,6 +36,7 @@ SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not sh
 # Segments of layers get the longest chunks with which they take so much of the memory that gradient
 # checkpointing's activations take; longer ones save little time.
 SHARE_OF_CHECKPOINTING = 0.8
+MOST_OF_MEMORY = 1 / 4  # of a GPU's memory, for segments' inputs and a chunk's tape
 # Outputs of attention that are not computed again may take such a share of the activations.
 ATTENTION_SHARE = 0.25
 
@@ -63,6 +64,12 @@ class Sizes:
     layers: int = 1
     stream: float = 0.0
     has_attention: bool = False
+
+    def of_part(self, share: float) -> Sizes:
+        """Return the sizes of a shard with such a share of the layers."""
+        return dataclasses.replace(
+            self, bytes_per_token=self.bytes_per_token * share, states=self.states * share
+        )
 
 
 class SegmentSize(NamedTuple):
@@ -110,11 +117,24 @@ def sizes_of_stack(
     states = sum(map(state_numel, mixers)) * max(element, 4)
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
+    all_states = states * config.n_layer / max(len(blocks), 1)
+    return sizes_of_layers(config, element, all_states, recompute, weights_on_host)
+
+
+def sizes_of_layers(
+    config: StackConfig, element: int, states: float, recompute: str, weights_on_host: bool
+) -> Sizes:
+    """Return the sizes of all layers of a `Stack`.
+
+    Args:
+        element: bytes of an activation's element. states: bytes of all layers' states.
+        recompute, weights_on_host: as in `default_chunk_size`.
+    """
     # bidirectional layers run one after another: activations are those of one scan, states of all
     layers_at_a_time = config.n_layer if config.bidirectional is None else 1
     return Sizes(
         kept_bytes(config, element, recompute) * layers_at_a_time / config.n_layer,
-        states * config.n_layer / max(len(blocks), 1),
+        states,
         width=config.d_model,
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
@@ -192,10 +212,10 @@ def segments_for(
 
     With one segment a chunk's tape has all layers, so chunks must be short. In segments of G layers it has
     1/G of them, and the forward stores each segment's input. Chunks are the longest with which that takes
-    `SHARE_OF_CHECKPOINTING`, or that share of a budget, and segments have as many layers as then take the
-    least memory. One segment is better on a CPU, which short chunks keep busy; where a batch fits into one
-    small chunk, of which nothing is computed again; and in sequences so long that the inputs of segments take
-    more than such a tape.
+    `SHARE_OF_CHECKPOINTING` and `MOST_OF_MEMORY` at most, or that share of a budget; segments have as many
+    layers as then take the least memory. One segment is better on a CPU, which short chunks keep busy; where
+    a batch fits into one small chunk, of which nothing is computed again; and in sequences so long that
+    segments take more memory than one, and their chunks are not twice as long.
 
     Args:
         batch, seqlen, device, memory: as in `chunk_size_for`.
@@ -208,8 +228,11 @@ def segments_for(
     if tokens * sizes.bytes_per_token <= SMALL_SHARE * memory:
         return None
     inputs, tape = sizes.layers * tokens * sizes.stream, sizes.bytes_per_token / sizes.layers
-    one_segment = chunk_size_for(sizes, batch, seqlen, device, memory) * batch * sizes.bytes_per_token
-    limit = SHARE_OF_CHECKPOINTING * (inputs + tokens * tape if budget is None else budget)
+    chunk_of_one = chunk_size_for(sizes, batch, seqlen, device, memory)
+    one_segment = chunk_of_one * batch * sizes.bytes_per_token
+    checkpointing = inputs + tokens * tape
+    limit = SHARE_OF_CHECKPOINTING * (checkpointing if budget is None else budget)
+    limit = min(limit, MOST_OF_MEMORY * memory) if budget is None else limit
     shortest: SegmentSize | None = None
     for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
         size = -(-seqlen // (chunks * 256)) * 256
@@ -217,22 +240,19 @@ def segments_for(
             continue
         layers = max(1, min(round((inputs / (size * batch * tape)) ** 0.5), sizes.layers))
         needed = inputs / layers + layers * size * batch * tape
-        is_better = needed < one_segment and layers < sizes.layers
+        is_better = layers < sizes.layers and (needed < one_segment or size >= 2 * chunk_of_one)
         if needed <= limit:
             return SegmentSize(size, layers) if is_better else None
         shortest = SegmentSize(size, layers) if is_better else shortest
     return None if budget is None else shortest
 
 
-def with_attention_bytes(
-    spec: EngineSpec, sizes: Sizes, batch: int, seqlen: int, share: float = 1.0
-) -> EngineSpec:
+def with_attention_bytes(spec: EngineSpec, sizes: Sizes, batch: int, seqlen: int) -> EngineSpec:
     """Return the spec with room for outputs of attention, if the model has any: they may take
     `ATTENTION_SHARE` of what else is stored, which is a chunk's tape and the inputs of segments.
 
     Args:
         batch, seqlen: as in `chunk_size_for`.
-        share: the part of the layers that this process has.
     """
     storage, tape = spec.storage, batch * min(spec.chunk_size, seqlen) * sizes.bytes_per_token
     if storage.recompute != "none" or not sizes.has_attention:
@@ -240,7 +260,7 @@ def with_attention_bytes(
     if storage.keep != "edges" and storage.segment_layers is not None:
         segments = sizes.layers / storage.segment_layers
         tape = tape / segments + segments * batch * seqlen * sizes.stream
-    storage = dataclasses.replace(storage, attention_bytes=ATTENTION_SHARE * share * tape)
+    storage = dataclasses.replace(storage, attention_bytes=ATTENTION_SHARE * tape)
     return dataclasses.replace(spec, storage=storage)
 
 

@@ -153,6 +153,7 @@ class Model:
         (rows, seqlen), storage = size, method.storage
         sharded, kind = self.sharded.in_precision(machine.precision), machine.kind
         sizes = sharded.sizes(machine.precision, kind, storage.recompute, machine.weights_on_host)
+        sizes = sizes.of_part(-(-self.n_layer // layout.shards) / self.n_layer)
         default = chunk_size_for(
             sizes, rows * self.strands, seqlen, kind, machine.memory, storage.checkpoints
         )

@@ -7,7 +7,7 @@ from typing import Self, cast
 import torch
 from torch import nn
 
-from adjoint.engine.chunk_size import Sizes, kept_bytes, state_numel
+from adjoint.engine.chunk_size import Sizes, sizes_of_layers, state_numel
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage, costs_of
 from adjoint.layers import Block, StackConfig, State
@@ -59,16 +59,7 @@ class ShardedStack:
     def sizes(self, precision: str, device: str, recompute: str, weights_on_host: bool = False) -> Sizes:
         config, stored = self.source, 8 if precision == "float64" else 4
         element = 2 if precision == "bfloat16" and device == "cuda" else stored
-        layers_at_a_time = config.n_layer if config.bidirectional is None else 1
-        return Sizes(
-            kept_bytes(config, element, recompute) * layers_at_a_time / config.n_layer,
-            self.state_elements * stored,
-            width=config.d_model,
-            weights_on_host=weights_on_host,
-            layers=layers_at_a_time,
-            stream=config.d_model * element,
-            has_attention="attention" in config.mixers,
-        )
+        return sizes_of_layers(config, element, self.state_elements * stored, recompute, weights_on_host)
 
     def make_part(
         self,

@@ -156,10 +156,10 @@ class Layout:
 
     def at_most(self, chunk_size: int, seqlen: int) -> int:
         """Return the tokens of a chunk, fewer where else some worker of a sequence would not have two of
-        them."""
+        them, or a pipeline of shards fewer than two for each: shards wait while it fills."""
         from adjoint.engine.chunk_size import at_most
 
-        return at_most(chunk_size, seqlen, self.sequence)
+        return at_most(chunk_size, seqlen, max(self.sequence, self.shards))
 
     # ------------------------------------------------------------------------------ what does not go together
 

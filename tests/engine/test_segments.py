@@ -16,6 +16,8 @@ from adjoint import Exact
 from adjoint.engine import chunk_size
 from adjoint.engine.budget import RESERVED_CPU, measurements_of
 from adjoint.engine.chunk_size import (
+    LONGEST_GPU_CHUNK,
+    MOST_OF_MEMORY,
     SHARE_OF_CHECKPOINTING,
     SHORTEST_GPU_CHUNK,
     Sizes,
@@ -399,6 +401,17 @@ def test_one_segment_is_better_on_a_cpu_for_short_batches_and_for_very_long_sequ
     assert segments_for(BAMBA_LIKE, 1, 2**15, "cpu") is None
     assert segments_for(BAMBA_LIKE, 1, 256, "cuda", 80e9) is None
     assert segments_for(BAMBA_LIKE, 1, 2**24, "cuda", 80e9) is None
+
+
+def test_segments_are_picked_where_one_segment_would_have_short_chunks() -> None:
+    """Sizes of mamba-1.27b: with one segment, chunks on 40 GB would wait for the host."""
+    sizes = Sizes(2.76e6, width=2048, layers=48, stream=8192)
+    assert chunk_size_for(sizes, 1, 2**16, "cuda", 40e9) < 2048
+    picked = segments_for(sizes, 1, 2**16, "cuda", 40e9)
+    assert picked is not None
+    assert picked.chunk_size == LONGEST_GPU_CHUNK
+    inputs, tape = 48 * 2**16 * sizes.stream, sizes.bytes_per_token / 48
+    assert inputs / picked.layers + picked.layers * picked.chunk_size * tape <= MOST_OF_MEMORY * 40e9
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
