@@ -29,9 +29,10 @@ from adjoint.engine.step import Result, uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
 from adjoint.errors import UserError
 from adjoint.files.remote import Place, place_of
+from adjoint.formats import vortex
 from adjoint.formats.folders import from_pretrained
+from adjoint.formats.names import Values, assign
 from adjoint.formats.names import Weights as StoredWeights
-from adjoint.formats.names import assign
 from adjoint.formats.transformers import from_model
 from adjoint.kernels.checks import refusal_of_transforms
 from adjoint.kernels.collectives import split_tokens
@@ -475,6 +476,26 @@ class Stack(ChunkedStack):
                 the folder is a run, or one of transformers.
         """
         return _read(directory, "mamba-ssm")
+
+    @staticmethod
+    def from_vortex(file: str | Path, settings: str | Path | Values) -> Stack:
+        """Return a stack with the weights of StripedHyena 2 in a file of vortex, such as Evo 2's.
+
+            model = adjoint.Stack.from_vortex("evo2_7b.pt", "evo2-7b-1m.yml").float()
+
+        Neither vortex nor Transformer Engine needs to be installed. Only tensors are unpickled.
+
+        Args:
+            file: the weights, as published, each of which keeps its dtype; or savanna's tensors of a whole
+                model.
+            settings: the model's, a file in YAML (Evo 2's are in the folder configs of its package) or their
+                values.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the model has parts that a stack lacks.
+        """
+        values = settings if isinstance(settings, dict) else Path(settings)
+        return _with_weights(*vortex.read(Path(file), values))
 
 
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:

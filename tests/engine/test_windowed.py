@@ -40,7 +40,9 @@ def slow_model(case):
                 if name.endswith(("dt_bias", "dt_proj.bias")):
                     parameter.fill_(-1.0 + 2 * k)
                 if name.endswith("A_log"):
-                    parameter.fill_(0.0)
+                    parameter.fill_(
+                        0.0 if "mixer.residues" not in dict(block.named_parameters()) else -3.0 + 2 * k
+                    )
                 if name.endswith("A_proj.bias"):
                     parameter[: 1 if parameter.numel() == 1 else 4] = -1.0 + 2 * k
     return model

@@ -36,10 +36,11 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from adjoint.kernels.causal_conv1d import triton as conv
+from adjoint.kernels.causal_conv1d.triton import launch as conv
 from adjoint.kernels.dplr_delta_rule.triton import launch as dplr
 from adjoint.kernels.gated_delta_rule.triton import launch as delta
 from adjoint.kernels.linear_scan import triton as linear
+from adjoint.kernels.modal_scan import triton as modal
 from adjoint.kernels.rms_norm import triton as norm
 from adjoint.kernels.selective_scan.triton import launch as selective
 from adjoint.kernels.ssd_scan.triton import launch as ssd
@@ -254,6 +255,14 @@ def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4, reset=False):
     conv.causal_conv1d_backward(y, x, weight, bias, state, True, begins)
 
 
+def call_modal(dtype=BF16, seqlen=65536, channels=4096, order=16, reset=False):
+    u, A, D = empty(1, seqlen, channels, dtype=dtype), empty(channels, order, dtype=FP32), empty(channels)
+    h0 = empty(1, channels, order, dtype=FP32)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    y, final, saved = modal.modal_scan_forward(u, A, A, D, h0, begins)
+    modal.modal_scan_backward(y, final, u, A, A, D, h0, begins, saved, None)
+
+
 def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32, out=None):
     """`stream`: the residual's dtype, None for no residual; `out`: y's dtype, None for x's."""
     x, weight = empty(rows, width, dtype=dtype), empty(width, dtype=FP32)
@@ -288,6 +297,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"DPLR, {name}, resets"] = partial(call_dplr, dtype, reset=True)
         calls[f"convolution, {name}"] = partial(call_conv, dtype)
         calls[f"convolution, {name}, resets"] = partial(call_conv, dtype, reset=True)
+        calls[f"long convolution, {name}"] = partial(call_conv, dtype, d_conv=128)
+        calls[f"long convolution, {name}, resets"] = partial(call_conv, dtype, d_conv=128, reset=True)
+        calls[f"modal filter, {name}"] = partial(call_modal, dtype)
+        calls[f"modal filter, {name}, resets"] = partial(call_modal, dtype, reset=True)
         calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
         calls[f"RMSNorm, {name}, gate"] = partial(call_norm, dtype, stream=None)
         calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)
@@ -313,6 +326,7 @@ MAX_SPILLED_BYTES_ON_BLACKWELL = {
 # Bytes, on sm_80 and on sm_90, of which one may spill nothing.
 SPILLS: dict[str, tuple[dict[str, int], ...]] = {
     "DPLR, bf16, d_k 128": ({"read_kernel": 16},),
+    "modal filter, fp32, resets": ({"_parameters_kernel": 16},),  # states and sums in float64
 }
 # Once for 64 tokens, not in the loops over tokens: on sm_90 the same limit, for 12 programs, spills nothing.
 SPILLS |= {f"selective scan, {dtype}, d_state 16": ({"backward_kernel": 188},) for dtype in ("bf16", "fp32")}
@@ -320,9 +334,10 @@ SPILLS |= {f"selective scan, {dtype}, d_state 16": ({"backward_kernel": 188},) f
 INTRODUCTION = f"""\
 Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
 {MULTIPROCESSORS} multiprocessors: a selective scan with d_inner 4,096, an SSD scan with 64 heads, a linear
-scan and a convolution with 4,096 channels, a delta rule with 32 heads, a norm over 2,048. Registers are a
-thread's, spilled bytes a thread's stores and loads, shared bytes a program's; shuffles and barriers are
-instructions in the code. Made by `python -m tests.kernels.triton_aot --out FILE`.
+scan, a convolution with 4 or 128 taps and a modal filter of order 16 with 4,096 channels, a delta rule with
+32 heads, a norm over 2,048. Registers are a thread's, spilled bytes a thread's stores and loads, shared
+bytes a program's; shuffles and barriers are instructions in the code. Made by
+`python -m tests.kernels.triton_aot --out FILE`.
 """
 
 
