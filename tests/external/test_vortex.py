@@ -34,8 +34,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """vortex's code runs on a CPU, in float64."""
+    monkeypatch.chdir(tmp_path)  # where its import begins a log file
     import vortex.model.rotary as rotary
 
     def apply_rotary(
