@@ -51,11 +51,11 @@ test-integrations: setup-dev  ## run training frameworks' own commands with our 
 EXTERNAL := $(CURDIR)/build/external
 KERNELS := $(CURDIR)/build/external-kernels
 STORES := $(CURDIR)/build/external-stores
-test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py, xlstm, s5-pytorch, minGRU, quantized bases, Lightning and servers of buckets, fetched into build/
+test-external: setup-dev  ## compare with mamba-ssm, causal-conv1d, fla, mamba.py, xlstm, s5-pytorch, minGRU, vortex, quantized bases, Lightning and servers of buckets, fetched into build/
 	CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
 		$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(KERNELS) \
 		mamba-ssm causal-conv1d flash-linear-attention fla-core einops mambapy \
-		xlstm s5-pytorch scipy minGRU-pytorch
+		xlstm s5-pytorch scipy minGRU-pytorch vtx rich
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(EXTERNAL) bitsandbytes torchao \
 		lightning lightning-utilities pytorch-lightning torchmetrics
 	PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest -rs tests/external \

@@ -19,6 +19,7 @@ from benchmarks.convergence.command import Convergence
 from benchmarks.digits import Digits
 from benchmarks.fsdp import Fsdp
 from benchmarks.host_weights import HostWeights
+from benchmarks.hyena import Hyena
 from benchmarks.kernels.command import Kernels
 from benchmarks.layer_local import LayerLocalCosine
 from benchmarks.long_prompts import LongPrompts
@@ -205,6 +206,8 @@ FIGURES = [
     Figure("docs/finetune.md", Quantized(), "", None, (*WRAPPED, "hf/quantized.py")),
     Figure("docs/which_method.md", Bidirectional(), "", "--lengths 2K --repeats 1 --repeat-s 0",
            (*STACK, "stack/bidirectional.py", "stack/recurrence.py")),
+    Figure("docs/kernels.md", Hyena(), "", "--lengths 2K --repeats 1 --repeat-s 0",
+           (*STACK, "layers/hyena.py")),
     Figure("docs/which_method.md", MiniSequence(), "",
            "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

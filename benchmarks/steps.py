@@ -6,6 +6,7 @@ transformers; its ways are {} as it is, {"checkpointing": True}, and {"method": 
 {"sliced_head": True} its logits exist for a slice of the tokens at a time, as a wrapped model's do. With
 {"graph": True} steps on a GPU are replays of a CUDA graph.
 {"segments": 1408} recomputes a `Stack` by hand, segment by segment.
+{"fft": "all modes"} or "mode by mode" runs one of hyena mixers by FFT convolutions of the whole sequence.
 
 Before a way is timed its gradients are compared with plain backpropagation's, on the same weights.
 """
@@ -43,7 +44,7 @@ from adjoint.tools.measure.passes import (
 )
 from adjoint.tools.measure.process import Point
 from adjoint.tools.measure.show import fits_text, tokens
-from benchmarks import earlier, report, runner, segments
+from benchmarks import earlier, fft_convolutions, report, runner, segments
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
 
@@ -114,6 +115,8 @@ def _loss_by(model: Any, way: Point) -> Callable[[Tensor], Tensor]:
     if "segments" in way:
         run = segments.run_of(model)
         return lambda ids: segments.loss_by_segments(run, ids, way["segments"])
+    if "fft" in way:
+        return lambda ids: fft_convolutions.loss_by_fft(model, ids, way["fft"] == "mode by mode")
     if isinstance(model, adjoint.Stack):
         if way.get("checkpointing"):
             method = adjoint.Backprop(checkpoint=True)

@@ -9,15 +9,23 @@ import torch
 
 from adjoint.tools.measure.passes import repeated, synchronize
 
+# The processor's counts all threads of this process, and nothing while others have the processor.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+
 
 def time_runs(
-    run: Callable[[], object], device: str, repeat_s: float, least: int = 3, most: int = 100
+    run: Callable[[], object],
+    device: str,
+    repeat_s: float,
+    least: int = 3,
+    most: int = 100,
+    clock: str = "wall",
 ) -> list[float]:
     """Return the seconds of each of several runs.
 
     On a GPU by CUDA events, behind matrix products that keep it busy while the host queues the run: what is
     measured is the device's own time, from cold caches, without the gaps in which it waits for launches. On
-    a CPU by the clock. Two runs before are not counted; how many there are is as in `repeated`.
+    a CPU by one of CLOCKS. Two runs before are not counted; how many there are is as in `repeated`.
     """
     run()  # compiles
     synchronize(device)
@@ -26,7 +34,7 @@ def time_runs(
     queueing = time.perf_counter() - began
     synchronize(device)
     if not device.startswith("cuda"):
-        return repeated(run, device, repeat_s, least, most)
+        return _by_clock(run, repeat_s, least, most, CLOCKS[clock])
     busy, seconds = _Busy(device), list[float]()
 
     def once() -> None:
@@ -39,6 +47,21 @@ def time_runs(
         seconds.append(begin.elapsed_time(end) / 1e3)
 
     repeated(once, device, repeat_s, least, most)
+    return seconds
+
+
+def _by_clock(
+    run: Callable[[], object], repeat_s: float, least: int, most: int, clock: Callable[[], float]
+) -> list[float]:
+    """Return the seconds of several runs on a CPU; their number is as in `repeated`."""
+    seconds = list[float]()
+
+    def once() -> None:
+        began = clock()
+        run()
+        seconds.append(clock() - began)
+
+    repeated(once, "cpu", repeat_s, least, most)
     return seconds
 
 

@@ -190,6 +190,7 @@ def try_model(model: Any, inputs: dict[str, Any] | None = None) -> tuple[str, st
 
 def make_small(cls: Any) -> Any:
     """Return a small model of a class, by `BY_HAND` or by guessed options, in evaluation mode."""
+    torch.manual_seed(0)
     if cls.__name__ in BY_HAND:
         return perturb_weights(cls(cls.config_class(**BY_HAND[cls.__name__]))).to(torch.float64).eval()
     config = cls.config_class().get_text_config()
@@ -201,7 +202,6 @@ def make_small(cls: Any) -> Any:
     if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or ())):
         options["layer_types"] = (kinds * 3)[: max(3, len(kinds))]
         options["num_hidden_layers"] = len(options["layer_types"])
-    torch.manual_seed(0)
     model = perturb_weights(cls(type(config)(**options)))
     if sum(p.numel() for p in model.parameters()) > 3e7:
         raise ValueError("some other option keeps it large")

@@ -224,9 +224,37 @@ MUTATIONS: dict[str, Mutation] = {
     "ranks-agree": Mutation(
         "ranks of a sequence_group that call differently all stop",
         "parallel/context.py",
-        "            if rank is not None:\n",
+        "            if other is not None:\n",
         "            if False:\n",
         "tests/engine/test_sequence.py",
+    ),
+    "unseen-tapes": Mutation(
+        "a checkpoint around a call does not see the tapes of its chunks",
+        "engine/step.py",
+        "    if hooks is None or",
+        "    if True or",
+        "tests/engine/test_around_calls.py -k alone",
+    ),
+    "one-thread": Mutation(
+        "threads that train one stack have its gradients",
+        "engine/module_tensors.py",
+        "    with lock:\n        yield\n",
+        "    yield\n",
+        "tests/engine/test_concurrent_calls.py",
+    ),
+    "ranks-told": Mutation(
+        "the ranks of a sequence_group are told that one has refused its call",
+        "parallel/context.py",
+        "        if _agreements.get(group, 0) == agreements:\n",
+        "        if False:\n",
+        "tests/engine/test_sequence.py -k refuses",
+    ),
+    "calls-of-ranks": Mutation(
+        "calls under FSDP2 that differ between ranks are one line on every rank",
+        "hf/agreed_calls.py",
+        "    if high != -low:\n",
+        "    if False:\n",
+        "tests/hf/test_fsdp.py -k other_arguments",
     ),
     "own-heads": Mutation(
         "norms of a rank's own heads get the sum of all ranks' gradients",

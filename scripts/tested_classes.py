@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from transformers.models.auto import modeling_auto
 
 from adjoint.files import write_atomically
-from adjoint.tools.doctor.model_names import NAMES_BY_FAMILY, OWN_CODE
+from adjoint.tools.doctor.model_names import AS_STACKS, NAMES_BY_FAMILY, OWN_CODE
 from benchmarks.report import ROOT, put_table
 
 PAGE = ROOT / "docs" / "models_classes.md"
@@ -117,6 +117,8 @@ def remark(name: str, by_class: dict[str, tuple[str, str]]) -> str:
     """Return what the table of names adds to a class that is not known to be exact."""
     if name in OWN_CODE:
         return " (in no library)"
+    if name in AS_STACKS:
+        return " (as a `Stack`)"
     outcome = by_class.get(name, ("", "untried"))[1]
     return "" if outcome[0].isdigit() else f" ({outcome.partition(':')[0]})"
 

@@ -63,6 +63,9 @@ CASES = {
     "gated_deltanet": config("gated_deltanet", linear_num_key_heads=1, d_intermediate=8),
     "kda": config("kda", bias=True),
     "rwkv7": config("rwkv7"),
+    "hyena_se": config("hyena_se", hyena_groups=8, bias=True),
+    "hyena_mr": config("hyena_mr", hyena_groups=4, hyena_mr_len=20, d_conv=3),
+    "hyena_li": config("hyena_li", d_intermediate=8, conv_bias=False),
     "diagonal": config("diagonal"),
     "scalar": config("scalar"),
     "dense": config("dense"),
@@ -124,7 +127,8 @@ def cases_of_the_fuzzer() -> Iterator[Any]:
         packed = {} if name == "own" else {"documents": 0.1}
         cases += [{"config": c, "ranks": 4, "seqlen": seqlen, **packed} for seqlen in (37, 3, 10)]
     cases += [{"config": CASES["mamba"], "seqlen": n, "method": m} for m in METHODS for n in (37, 8)]
-    for name in ("mamba", "mamba2-groups", "diagonal", "dense"):  # every rank has all tokens of the stream
+    for name in ("mamba", "mamba2-groups", "diagonal", "dense", "hyena_li"):
+        # every rank has all tokens of the stream
         cases += [{"config": CASES[name], "seqlen": 37, "method": m} for m in WINDOWS]
     cases += [{"model": LLAMA, "seqlen": 37, "method": m} for m in WRAPPED]
     cases += [{"model": n, "seqlen": 37, "documents": 0.1} for n in (LLAMA, "Qwen3_5ForCausalLM")]
@@ -218,7 +222,7 @@ def states_at_both_ends(cases: list[str]) -> None:
 
 
 def test_states_at_both_ends(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, states_at_both_ends, ["mamba2", "multi-query", "rwkv7"])
+    on_ranks(2, tmp_path, states_at_both_ends, ["mamba2", "multi-query", "rwkv7", "hyena_mr"])
 
 
 @pytest.mark.slow

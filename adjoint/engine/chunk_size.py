@@ -307,6 +307,10 @@ def kept_bytes(config: StackConfig, element: int, recompute: str = "none") -> in
         mlp = residual + (rows if recompute == "none" else 2 * config.d_intermediate) * element
     if recompute == "full":
         return config.n_layer * residual
+    if config.d_intermediate and recompute == "none":  # what autograd keeps where `gated_linear` does not run
+        extra = {"silu": 0, "identity": 1 - narrow, "gelu": 2 - narrow}
+        channels = sum(extra[activation] for activation in config.mlp_activations)
+        mlp += channels * config.d_intermediate * element // config.n_layer
     normalised = config.d_model * element * (recompute == "none")
     mixers = (MIXERS.get(kind, Mixer) for kind in config.mixers)
     mixer_bytes = sum(mixer.kept_bytes(config, element, recompute == "selective") for mixer in mixers)

@@ -4,8 +4,10 @@ the forward and the backward that recomputes it (`UntrainedTensors`)."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,47 @@ from torch import Tensor, nn
 CHANGED_BEFORE_BACKWARD = (
     "between forward and backward, which computes chunks again: call backward before the change"
 )
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_RESTORED_ELEMENTS = (
     1 << 16
 )  # of a tensor that is copied, so that it can be compared and restored by value
 _MISSING = object()
+
+
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_new_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_thread(model: nn.Module) -> Iterator[None]:
+    """Hold a model for one thread's forward or backward by chunks; other threads' calls wait.
+
+    While a chunk runs, other tensors stand in the place of the model's, which another thread's call would
+    see."""
+    with _new_lock:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock:
+        yield
+
+
+@contextlib.contextmanager
+def one_thread_forward(model: nn.Module) -> Iterator[None]:
+    """Hold a model for one thread's forward by chunks, whose own backwards run in this thread.
+
+    Autograd's thread of the device may be waiting for the model, with another thread's backward."""
+    with one_thread(model), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def in_one_thread(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
+    """Return the function, whose calls hold a model as `one_thread` does."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with one_thread(model):
+            return function(*args, **kwargs)
+
+    return run
 
 
 class ModuleTensors:

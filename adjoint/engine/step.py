@@ -52,6 +52,17 @@ def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
+def unseen_by_checkpoint() -> contextlib.AbstractContextManager[object]:
+    """Return a context for a forward, whose tapes a checkpoint around the call does not see.
+
+    It would run the call again where a saved tensor is first read, for each backward of autograd by itself:
+    also in the middle of the one that reads a tape, with a chunk's tensors in the place of the model's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+
+
 class Result(NamedTuple):
     """Results of a `ChunkedStep`, differentiable.
 
@@ -393,17 +404,18 @@ class ChunkedStep:
         Args:
             return_final_kv: as `states` of `loss`.
         """
-        self._begin()
-        self.executor.begin_forward(return_final_kv)
-        if not (self.has_backward and self.sweep.runs_back_in_forward):
-            with self.sweep.running():
-                return self._run_forward()
-        trained = [p for p in self.parameters if p.requires_grad]
-        with self.sweep.collected(trained, self.distribution.has_chunk(self.grid)) as gradients:
-            loss, final = self._run_forward()
-            others, d_initial = self.run_back(loss, final)
-        self.sweep.keep(gradients, others, d_initial, trained, self.distribution)
-        return loss, final
+        with unseen_by_checkpoint():
+            self._begin()
+            self.executor.begin_forward(return_final_kv)
+            if not (self.has_backward and self.sweep.runs_back_in_forward):
+                with self.sweep.running():
+                    return self._run_forward()
+            trained = [p for p in self.parameters if p.requires_grad]
+            with self.sweep.collected(trained, self.distribution.has_chunk(self.grid)) as gradients:
+                loss, final = self._run_forward()
+                others, d_initial = self.run_back(loss, final)
+            self.sweep.keep(gradients, others, d_initial, trained, self.distribution)
+            return loss, final
 
     @torch.no_grad()
     def forward_in_turn(self, return_final_kv: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -412,9 +424,10 @@ class ChunkedStep:
         Args:
             return_final_kv: as `states` of `loss`.
         """
-        self._begin(in_turn=True)
-        self.executor.begin_forward(return_final_kv)
-        return self._run_forward()
+        with unseen_by_checkpoint():
+            self._begin(in_turn=True)
+            self.executor.begin_forward(return_final_kv)
+            return self._run_forward()
 
     @torch.no_grad()
     def run_back(
@@ -439,7 +452,8 @@ class ChunkedStep:
         start_of_last = self.grid.cuts[chunks[-1]] if chunks else 0
         d_loss, d_final = self.sweep.cotangents(loss, final, self.sums, start_of_last if is_last else None)
         d_final = [*d_states, *d_final[len(d_states) :]]
-        others, d_initial = self._run_backward(d_loss, d_final, graph_task=IN_FORWARD)
+        with unseen_by_checkpoint():
+            others, d_initial = self._run_backward(d_loss, d_final, graph_task=IN_FORWARD)
         del self.executor  # its stored states grow with the sequence
         return {t: d for t in self.grad_inputs if (d := others.get(t)) is not None}, d_initial
 
@@ -501,9 +515,10 @@ class ChunkedStep:
         freed = {"tape", "y", "dy"} if self.inputs_are_freed else {"tape"}
         stored_values = {key: value for key, value in executor.store.items() if key[0] not in freed}
         d_states, rounds_sums = grouped(self.batch.states, d_final), self.distribution.is_alone
-        executor.begin_backward(scale, d_states, self.grid, self.inputs_are_freed, rounds_sums, graph_task)
         try:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
+                frees = self.inputs_are_freed
+                executor.begin_backward(scale, d_states, self.grid, frees, rounds_sums, graph_task)
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
             d_initial = [d for state in executor.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()

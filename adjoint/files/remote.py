@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
     from fsspec.spec import AbstractBufferedFile
 
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL | re.IGNORECASE)
 # An address that lost a slash, as by pathlib, which would be a folder of this machine.
 _WITHOUT_A_SLASH = re.compile(r"(s3a?|gc?s):/", re.IGNORECASE)
@@ -48,13 +49,17 @@ class RemotePath:
     """A file or folder at an address, with the methods of `pathlib.Path` that readers of runs and texts use.
 
     Attributes:
-        url: with its scheme, such as s3://bucket/run; without a slash at the end.
+        url: with its scheme, such as s3://bucket/run; without a slash at the end. A scheme alone, such as
+            s3://, is refused once something is read or written there, and so is all below it.
     """
 
     url: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", self.url.rstrip("/"))
+        scheme = _SCHEME.match(self.url)
+        is_scheme_alone = scheme is not None and not self.url[scheme.end() :].strip("/ ")
+        url = scheme[0] if scheme is not None and is_scheme_alone else self.url.rstrip("/")
+        object.__setattr__(self, "url", url)
 
     def __str__(self) -> str:
         return self.url
@@ -63,6 +68,8 @@ class RemotePath:
         raise TypeError(f"{self.url} is an address, not a path of this machine")
 
     def __truediv__(self, name: str) -> RemotePath:
+        if self.url.endswith("://"):
+            return self
         return RemotePath(f"{self.url}/{name}")
 
     @property
@@ -71,7 +78,8 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        return RemotePath(self.url.rpartition("/")[0])
+        parent = self.url.rpartition("/")[0]
+        return RemotePath(f"{parent}/" if parent.endswith(":/") else parent)
 
     def with_name(self, name: str) -> RemotePath:
         return self.parent / name
@@ -211,8 +219,13 @@ class RemotePath:
     def _system(self) -> tuple[AbstractFileSystem, str]:
         """Return fsspec's file system of the address, with no listing remembered, and the path in it."""
         matched = _ADDRESS.fullmatch(self.url)
-        if matched is None or not matched[2].strip("/"):
-            raise UserError(f"{self.url}: names no bucket; write an address such as s3://bucket/folder")
+        has_buckets = matched is not None and matched[1].lower() in _PACKAGES
+        if matched is None or not (matched[2].partition("/")[0] if has_buckets else matched[2]).strip("/ "):
+            lacking, example = "bucket", "s3://bucket/folder"
+            if matched is not None:
+                lacking = "bucket" if has_buckets else "folder"
+                example = f"{matched[1]}://{'bucket/' if has_buckets else ''}folder"
+            raise UserError(f"{self.url}: names no {lacking}; write an address such as {example}")
         try:
             import fsspec.core
 

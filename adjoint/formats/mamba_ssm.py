@@ -155,6 +155,11 @@ def why_not(config: StackConfig) -> str | None:
         return "mamba-ssm's MLPs have no biases, this model's have (bias true)"
     if config.bias and "mamba3" in kinds:
         return "mamba-ssm's Mamba-3 has no biases, this model's has (bias true)"
+    if width and set(config.mlp_activations) != {"silu"}:
+        return f"mamba-ssm's MLPs apply silu, this model's mlp_activation is {config.mlp_activation}"
+    for name, default in (("rope_scaling_factor", 1.0), ("out_proj_bias", None)):
+        if "attention" in kinds and (value := getattr(config, name)) != default:
+            return f"mamba-ssm's attention has no {name}, this model's is {value}"
     if config.sliding_window and "attention" in kinds:
         return f"mamba-ssm's attention has no window, this model's sliding_window is {config.sliding_window}"
     return None

@@ -457,8 +457,8 @@ class Call:
         """
         if self.language_inputs is not None:
             return self.language_inputs.features
-        has_ids = self.has("input_ids")
-        if has_ids == self.has("inputs_embeds"):
+        has_ids = "input_ids" in self.provided
+        if has_ids == ("inputs_embeds" in self.provided):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         name = "input_ids" if has_ids else "inputs_embeds"
         tokens: Tensor = self.arguments[name]

@@ -20,6 +20,7 @@ from adjoint.fla import functions as fla
 from adjoint.hf.cache import why_no_recurrence
 from adjoint.hf.model_parts import original_class, root_of
 from adjoint.hf.tensor_parallel import modules_that_split_tokens
+from adjoint.kernels.checks import refusal_of_transforms
 
 T = TypeVar("T")
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
@@ -59,10 +60,8 @@ def refuse_transforms(model: PreTrainedModel) -> None:
     """
     if is_replica(model):
         refuse(model, REPLICA)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        refuse(model, "torch.func's grad, vmap and jvp do not work with it")
-    if torch.autograd.forward_ad._current_level >= 0:
-        refuse(model, "forward-mode differentiation does not work with it")
+    if why := refusal_of_transforms():
+        refuse(model, why)
 
 
 def z_loss_coefficient(model: PreTrainedModel) -> float:

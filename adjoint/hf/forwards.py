@@ -4,26 +4,31 @@ A call is validated here and handed to `engine.runner`, to `MiniSequence`, or to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import operator
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from adjoint.engine.continuation import goes_on_from
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import Refused
 from adjoint.errors import LOGGER
 from adjoint.hf import check, mini_sequence
+from adjoint.hf.agreed_calls import agree_on_call
 from adjoint.hf.call import DOCUMENT_INPUTS, Call
 from adjoint.hf.carried_state import (
     cache_of_state,
@@ -46,8 +51,13 @@ from adjoint.hf.model_parts import (
     current_weights,
     current_weights_type,
     original_class,
+    root_of,
 )
-from adjoint.hf.original_forward import run_original, why_original_differs
+from adjoint.hf.original_forward import (
+    differs_on_any_rank,
+    run_original,
+    why_original_differs,
+)
 from adjoint.hf.outputs import (
     DeferredCache,
     LogitsOfCall,
@@ -65,6 +75,7 @@ from adjoint.hf.token_values import token_values
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.verify.first_use import (
     Verification,
+    refuse_different_parts,
     refuse_documents_that_mix,
     refuse_unknown_inputs,
     verification_of,
@@ -72,11 +83,15 @@ from adjoint.hf.verify.first_use import (
     verify_pieces,
 )
 from adjoint.hf.verify.trials import ignores_input
-from adjoint.hf.wrap_state import WrapState, wrap_state_or_original
+from adjoint.hf.wrap_state import CallNeeds, WrapState, wrap_state_or_original
 from adjoint.methods import is_plain
+from adjoint.parallel.context import telling_ranks
+from adjoint.parallel.fsdp import inside_forward
 
 # Takes a module through which calls enter, and the call's arguments by name.
 EntryForward = Callable[[PreTrainedModel, dict[str, object]], ModelOutput | tuple[Tensor, ...]]
+# Returns whether processes have joined a group.
+_has_ranks: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
 # Tokens of a row above which an evaluation without gradients is by chunks, if the method has no chunk_size.
 LONG_FORWARD = 8192
 
@@ -153,42 +168,50 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
     with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
         if wrap_state.uses_original_forward:
             return call.run_original()
+        needs = agree_on_call(call) if _has_ranks() and not is_plain(wrap_state.method) else None
         if not call.has_labels:
-            return _lm_without_labels(call, wrap_state)
-        method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
-        is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
-        runs_plainly = not (method.has_chunks or has_pieces)
-        if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
-            if is_extra and not runs_plainly:
-                _warn_not_chunked(call)
-            with calling_original_forwards(self):
-                return call.run_original()
-        check.refuse_transforms(self)
-        if wrap_state.values_asked is not None:
-            return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
-        call, logits = _without_unread_count(call), None
-        if wrap_state.group is None and call.logits_index is None and defers_logits():
-            logits = LogitsOfCall(call, _hidden_for_logits)
-        if has_pieces:
-            output = _loss_by_mini_sequence(call)
-        elif call.extra_outputs:
-            output = _loss_with_state(call)
-        else:
-            at_language_model = _at_language_model(call)
-            output = _loss_by_chunks(at_language_model, verify(at_language_model))
-        if logits is not None and output.loss is not None:
-            # of calls that hang together each would keep the cache before it
-            has_gradients = call.cache is not None and detached(call.cache) is not call.cache
-            compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
+            return _lm_without_labels(call, wrap_state, needs)
+        group = wrap_state.group
+        with contextlib.nullcontext() if group is None else telling_ranks(group, device_of(self)):
+            method, has_pieces = wrap_state.method, wrap_state.method.pieces is not None
+            is_extra = bool(call.extra_outputs) and not _carries_state(call, wrap_state)
+            runs_plainly = not (method.has_chunks or has_pieces)
+            if runs_plainly or is_extra or (has_pieces and call.logits_index is not None):
+                if is_extra and not runs_plainly:
+                    _warn_not_chunked(call)
+                with calling_original_forwards(self):
+                    return call.run_original()
+            check.refuse_transforms(self)
+            if wrap_state.values_asked is not None:
+                return Output(last_hidden_state=token_values(call, wrap_state.values_asked))
+            call, logits = _without_unread_count(call), None
+            if wrap_state.group is None and call.logits_index is None and defers_logits():
+                logits = LogitsOfCall(call, _hidden_for_logits)
+            if has_pieces:
+                output = _loss_by_mini_sequence(call)
+            elif call.extra_outputs:
+                output = _loss_with_state(call)
+            else:
+                at_language_model = _at_language_model(call)
+                output = _loss_by_chunks(at_language_model, verify(at_language_model))
+            if logits is not None and output.loss is not None:
+                # of calls that hang together each would keep the cache before it
+                has_gradients = call.cache is not None and detached(call.cache) is not call.cache
+                compute_logits_later(output.loss, logits.deferred, until_backward=has_gradients)
     return output if call.returns_dict else output.to_tuple()
 
 
-def _lm_without_labels(call: Call, wrap_state: WrapState) -> ModelOutput | tuple[Tensor, ...]:
+def _lm_without_labels(
+    call: Call, wrap_state: WrapState, needs: CallNeeds | None
+) -> ModelOutput | tuple[Tensor, ...]:
     """Run transformers' forward of the causal LM, whose backbone is wrapped.
 
     Some classes do not pass documents on to it, or do not return its cache (RecurrentGemma)."""
     names = (*DOCUMENT_INPUTS, "attention_mask")
-    with wrap_state.in_lm({name: call.arguments[name] for name in names if call.has(name)}) as lm_call:
+    inputs = {name: call.arguments[name] for name in names if call.has(name)}
+    if wrap_state.outer_model is None:  # of a copy
+        wrap_state.outer_model = weakref.ref(call.model)
+    with wrap_state.in_lm(inputs, needs) as lm_call:
         output: ModelOutput | tuple[Tensor, ...] = call.run_original()
     is_read = bool(call.arguments.get("use_cache")) and lm_call.cache is not None
     if is_read and isinstance(output, ModelOutput) and CACHE_FIELD not in output:
@@ -203,10 +226,12 @@ def _without_unread_count(call: Call) -> Call:
 
     Before transformers 5.17 Mamba's forward takes it and passes it on to nobody: its loss is the mean."""
     name = "num_items_in_batch"
-    if not call.has(name):
+    if name not in call.provided:
         return call
-    verification = verification_of(call.model)
-    if not verification.compute_once(("ignored", name, True), ignores_input, call.model, name, True):
+    verification, key = verification_of(call.model), ("ignored", name, True)
+    if key not in verification.results:
+        refuse_different_parts(call, verification.holding)  # a rank without it would not try it
+    if not verification.compute_once(key, ignores_input, call.model, name, True):
         return call
     return Call(call.model, {n: value for n, value in call.arguments.items() if n != name})
 
@@ -233,32 +258,47 @@ def backbone_forward(self: PreTrainedModel, arguments: dict[str, object]) -> Mod
     wrap_state = wrap_state_or_original(self)
     call = _with_dropped_inputs(Call(self, arguments), wrap_state.lm_call.inputs)
     with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
-        is_required = self.training or torch.is_grad_enabled()
-        has_pieces = wrap_state.method.pieces is not None
         if wrap_state.uses_original_forward or is_plain(wrap_state.method) or call.is_chunk:
             return call.run_original()
-        difference = why_original_differs(call)
-        with_gradients = self.training and torch.is_grad_enabled()
-        if (with_gradients or difference is not None) and _carries_state(call, wrap_state):
-            output = _hidden_with_state(call)
-            if output is not None:
-                wrap_state.lm_call.cache = output.get(CACHE_FIELD)
-                return output if call.returns_dict else output.to_tuple()
-        if call.extra_outputs or (has_pieces and not is_required):
-            if torch.is_grad_enabled() and not has_pieces:
-                _warn_not_chunked(call)
-            return run_original(call, difference)
-        if not is_required:
-            output = _hidden_without_gradients(call, wrap_state, difference is not None)
-            if output is None:
-                return run_original(call, difference)
-        else:
-            check.refuse_transforms(self)
-            if has_pieces:
-                return _hidden_by_mini_sequence(call)
-            output = _hidden_by_chunks(_at_language_model(call))
-        if not self.training and call.returns_cache_by_default and returns_dynamic_cache(self):
-            output[CACHE_FIELD] = DeferredCache(_deferred_cache(call, output.last_hidden_state))
+        lm_call = wrap_state.lm_call
+        needs = lm_call.needs if lm_call.has_agreed else agree_on_call(call) if _has_ranks() else None
+        if needs is None:
+            return _route_backbone(call, wrap_state)
+        with inside_forward(root_of(self)):
+            return _route_backbone(call, wrap_state, needs)
+
+
+def _route_backbone(
+    call: Call, wrap_state: WrapState, needs: CallNeeds | None = None
+) -> ModelOutput | tuple[Tensor, ...]:
+    """Run a backbone by the method or by transformers' forward.
+
+    Args:
+        needs: of any rank's call, if ranks gather weights together.
+    """
+    model, difference = call.model, why_original_differs(call, needs)
+    has_pieces, is_required = wrap_state.method.pieces is not None, model.training or torch.is_grad_enabled()
+    with_gradients = model.training and torch.is_grad_enabled()
+    if (with_gradients or difference is not None) and _carries_state(call, wrap_state):
+        output = _hidden_with_state(call)
+        if output is not None:
+            wrap_state.lm_call.cache = output.get(CACHE_FIELD)
+            return output if call.returns_dict else output.to_tuple()
+    if call.extra_outputs or (has_pieces and not is_required):
+        if torch.is_grad_enabled() and not has_pieces:
+            _warn_not_chunked(call)
+        return run_original(call, difference, needs)
+    if not is_required:
+        output = _hidden_without_gradients(call, wrap_state, difference is not None, needs)
+        if output is None:
+            return run_original(call, difference, needs)
+    else:
+        check.refuse_transforms(model)
+        if has_pieces:
+            return _hidden_by_mini_sequence(call)
+        output = _hidden_by_chunks(_at_language_model(call))
+    if not model.training and call.returns_cache_by_default and returns_dynamic_cache(model):
+        output[CACHE_FIELD] = DeferredCache(_deferred_cache(call, output.last_hidden_state))
     return output if call.returns_dict else output.to_tuple()
 
 
@@ -270,7 +310,9 @@ def _with_dropped_inputs(call: Call, inputs: Mapping[str, object]) -> Call:
     return Call(call.model, {**call.arguments, **dropped}, for_chunks=frozenset(dropped))
 
 
-def _hidden_without_gradients(call: Call, wrap_state: WrapState, differs: bool) -> ModelOutput | None:
+def _hidden_without_gradients(
+    call: Call, wrap_state: WrapState, differs: bool, needs: CallNeeds | None
+) -> ModelOutput | None:
     """Compute the output of a backbone that is evaluated without gradients, or return None.
 
     It is None if chunks refuse the forward, and if they would only save memory and the forward is short or of
@@ -278,18 +320,25 @@ def _hidden_without_gradients(call: Call, wrap_state: WrapState, differs: bool) 
 
     Args:
         differs: whether the original forward would give another result.
+        needs: of any rank's call, if ranks gather weights together: by chunks all of them run, or none.
     """
     tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
     is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
-    if not differs:
+    if not (differs if needs is None else differs_on_any_rank(call.model, needs)):
         if wrap_state.group is not None or current_weights_type(call.model).is_gathered:
             return None
         if not is_long and not (wrap_state.method.share_prefixes and halves_tokens(call)):
             return None
     refused = verification_of(call.model).results
     names = sorted(name for name in call.arguments if call.has(name))
-    key = "refused without gradients", call.has_documents, call.begins_with_padding, *names
+    key: tuple[object, ...] = (
+        "refused without gradients",
+        call.has_documents,
+        call.begins_with_padding,
+        *names,
+    )
+    key = key if needs is None else (key[0], needs)  # the same on all ranks
     if key in refused:
         return None
     try:

@@ -15,12 +15,12 @@ import warnings
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from adjoint.fla.functions import is_of_fla
 from adjoint.hf.call import DOCUMENT_INPUTS, Call
 from adjoint.hf.language_inputs import POSITIONS
-from adjoint.hf.model_parts import forward_parameters, original_class
+from adjoint.hf.model_parts import current_weights, forward_parameters, original_class
 from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
 from adjoint.hf.verify.first_use import verification_of
 from adjoint.hf.verify.trial_copy import in_eval_mode
@@ -30,14 +30,20 @@ from adjoint.hf.verify.trials import (
     hides_left_padding,
     keeps_documents_apart,
 )
+from adjoint.hf.wrap_state import CallNeeds
 
 
-def why_original_differs(call: Call) -> str | None:
+def why_original_differs(call: Call, needs: CallNeeds | None = None) -> str | None:
     """Return why the original forward may not give a call's result, or None.
 
     The text follows "whose own forward". Packed documents are not tried here: they always run by chunks.
+
+    Args:
+        needs: of any rank's call, if ranks gather weights together: all run the trials of padding.
     """
     model = call.model
+    if needs is not None:
+        differs_on_any_rank(model, needs)
     if keeps_states_on_modules(model.config) and (
         _has_recurrent_states(call.cache) or (call.cache is None and call.arguments.get("use_cache"))
     ):
@@ -49,7 +55,7 @@ def why_original_differs(call: Call) -> str | None:
         return "masks no padding in a call of one token: give two tokens or more" if is_recurrent else None
     if call.has_documents:
         return "lets documents read those before them: call it once for each document"
-    if _holds_tokens(call.cache):
+    if holds_tokens(call.cache):
         has_positions = call.has(POSITIONS) or _positions_after(call) is not None
         key = "continues", has_positions
         if not verification_of(model).compute_once(key, continues_from_cache, model, has_positions):
@@ -57,28 +63,42 @@ def why_original_differs(call: Call) -> str | None:
                 "does not go on from its cache with several tokens as it does token by token: give rows "
                 "without padding, or one token at a time"
             )
-    elif call.begins_with_padding:
-        has_positions = call.has(POSITIONS)
-        key = "hides padding at the left", has_positions
-        verification = verification_of(model)
-        with in_eval_mode(model):
-            hides = verification.compute_once(key, hides_left_padding, model, has_positions)
-        if not hides:
-            return "reads padding at the left as tokens, or counts it in their positions: pad at the right"
+    elif call.begins_with_padding and not _hides_left_padding(model, call.has(POSITIONS)):
+        return "reads padding at the left as tokens, or counts it in their positions: pad at the right"
     return None
 
 
-def run_original(call: Call, difference: str | None = None) -> ModelOutput:
+def _hides_left_padding(model: PreTrainedModel, has_positions: bool) -> bool:
+    """Whether the original forward hides padding at the left."""
+    key, verification = ("hides padding at the left", has_positions), verification_of(model)
+    with in_eval_mode(model):
+        return verification.compute_once(key, hides_left_padding, model, has_positions)
+
+
+def differs_on_any_rank(model: PreTrainedModel, needs: CallNeeds) -> bool:
+    """Whether the original forward may not give the result of any rank's call without a cache.
+
+    All ranks that gather weights together ask it with the same needs, and run the same trials."""
+    padded = needs.padded_left, needs.padded_left_with_positions
+    hides = [
+        _hides_left_padding(model, has_positions) for has_positions in (False, True) if padded[has_positions]
+    ]
+    return needs.documents or not all(hides)
+
+
+def run_original(call: Call, difference: str | None = None, needs: CallNeeds | None = None) -> ModelOutput:
     """Run the original forward of a backbone, with a warning where it does not give the call's result.
 
     Args:
-        difference: from `why_original_differs`.
+        difference, needs: as `why_original_differs` returns and takes it.
     """
+    if needs is not None and needs.documents:
+        _try_documents_on_ranks(call)
     if difference is not None and not (call.has_documents and _keeps_documents_apart(call)):
         warnings.warn(
             f"this call runs as if not wrapped, by {original_class(call.model).__name__}, whose own forward "
             f"{difference}",
-            stacklevel=4,
+            stacklevel=5,
         )
     return call.run_original(**_corrections(call))
 
@@ -117,7 +137,7 @@ def _positions_after(call: Call) -> Tensor | None:
     return torch.arange(tokens, tokens + call.seqlen, device=device)[None]
 
 
-def _holds_tokens(cache: object) -> bool:
+def holds_tokens(cache: object) -> bool:
     """Whether a cache of transformers holds the state of any token."""
     if not isinstance(cache, Cache):
         return cache is not None
@@ -134,10 +154,29 @@ def _has_recurrent_states(cache: object) -> bool:
 
 def _keeps_documents_apart(call: Call) -> bool:
     """Whether the original forward keeps the call's documents apart."""
-    names = tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
-    use_cache, model = call.arguments.get("use_cache"), call.model
+    names, use_cache, model = _document_names(call), call.arguments.get("use_cache"), call.model
     if call.for_chunks.intersection(names):  # it does not even get them
         return False
     verification, key = verification_of(model), ("documents apart", names, use_cache)
     with in_eval_mode(model):
         return verification.compute_once(key, keeps_documents_apart, model, names, use_cache)
+
+
+def _document_names(call: Call) -> tuple[str, ...]:
+    """Return the names of a call's inputs that describe its documents."""
+    return tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
+
+
+def _try_documents_on_ranks(call: Call) -> None:
+    """Run the trial of documents on all ranks that gather weights together, if any rank's call needs it."""
+    model, names, use_cache = call.model, _document_names(call), call.arguments.get("use_cache")
+    verification, key = verification_of(model), ("documents apart", names, use_cache)
+    is_needed = call.has_documents and key not in verification.results
+    is_needed = is_needed and not call.for_chunks.intersection(names)
+    if not current_weights(model).largest(is_needed)[0]:
+        return
+    if is_needed:
+        _keeps_documents_apart(call)
+        return
+    with in_eval_mode(model):  # for another rank
+        verification.without_traces(keeps_documents_apart, model, ("position_ids",), False)

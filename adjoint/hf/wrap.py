@@ -105,7 +105,7 @@ def wrap(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"
             )
-    wrap_state = WrapState(method, None if model in entries else weakref.ref(model), group)
+    wrap_state = WrapState(method, weakref.ref(model), group)
     if (hooks := accelerate_hooks()) is not None:
         wrap_state.group = hooks.shared_group(wrap_state, hooks.configured_group())
     keep_trainable(model)

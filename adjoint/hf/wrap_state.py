@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch.distributed as dist
@@ -17,11 +17,25 @@ from adjoint.methods import Backprop, Method
 from adjoint.parallel.access import Holding
 
 
+class CallNeeds(NamedTuple):
+    """Properties that the call of any rank has, of ranks that gather weights together.
+
+    Attributes:
+        documents: packed documents.
+        padded_left: padding at the left, without position_ids. padded_left_with_positions: and with them.
+    """
+
+    documents: bool
+    padded_left: bool
+    padded_left_with_positions: bool
+
+
 @dataclasses.dataclass
 class OuterCall:
     """A causal LM's call of its backbone.
 
     Attributes:
+        has_agreed: whether ranks that gather weights together have agreed on it. needs: on what.
         inputs: the mask of the user's call, and what tells documents apart, by name. Some classes do not
             pass them on: Mamba, Bloom and MPT the documents, RWKV-4 the mask.
         cache: the cache that the backbone has returned, or None.
@@ -29,6 +43,8 @@ class OuterCall:
 
     inputs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     cache: object = None
+    has_agreed: bool = False
+    needs: CallNeeds | None = None
 
 
 LOG_PROBS = "log_probs"
@@ -62,8 +78,8 @@ class WrapState:
             are replaced, which another thread's call would see.
         verifications: a `verification.Verification` per recent state of the model or its backbone, newest
             first. (Any: `verification` imports this file.)
-        outer_model: weak reference to the model that the user wrapped, if the causal LM is inside another
-            model, such as PEFT's; else None.
+        outer_model: weak reference to the model that the user wrapped: the causal LM, or one around it, such
+            as PEFT's; None in a copy.
         group: process group whose ranks share each sequence, or None.
         announced: whether the first use has been logged.
         lm_call: while transformers' forward of the causal LM runs, what its backbone should know of the
@@ -114,9 +130,13 @@ class WrapState:
                     self.holdings = None
 
     @contextlib.contextmanager
-    def in_lm(self, inputs: Mapping[str, object]) -> Iterator[OuterCall]:
-        """Let the backbone know inputs of the causal LM's call; yield what it returns beside its output."""
-        before, self.lm_call = self.lm_call, OuterCall(inputs)
+    def in_lm(self, inputs: Mapping[str, object], needs: CallNeeds | None) -> Iterator[OuterCall]:
+        """Let the backbone know inputs of the causal LM's call; yield what it returns beside its output.
+
+        Args:
+            needs: what ranks have agreed on.
+        """
+        before, self.lm_call = self.lm_call, OuterCall(inputs, has_agreed=True, needs=needs)
         try:
             yield self.lm_call
         finally:

@@ -46,6 +46,16 @@ def has_hooks_on_result(module: nn.Module) -> bool:
     return any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks)
 
 
+def refusal_of_transforms() -> str | None:
+    """Return why an autograd function does not work where this is called, or None: inside `torch.func`'s
+    transforms, and in forward-mode differentiation."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func's grad, vmap and jvp do not work with it"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation does not work with it"
+    return None
+
+
 def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate an autograd function's backward so that it refuses create_graph=True.
 

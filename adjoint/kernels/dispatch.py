@@ -209,7 +209,7 @@ def fitting(
     """
     if backend is None and _as_on_cuda:
         fits = (
-            _left_out("triton", operation) is None
+            _left_out("triton", operation, window is not None or halo > 0) is None
             and _too_large("triton", operation, _numbers(needs)) is None
         )
         return "triton" if fits else "reference"
@@ -289,7 +289,7 @@ def considered(
     the one that runs. On a machine without CUDA, a CUDA device gets what is installed and suffices,
     untried."""
     if device.type == "cpu":
-        yield "cpu", why_not("cpu", device, dtype) or _left_out("cpu", operation)
+        yield "cpu", why_not("cpu", device, dtype) or _left_out("cpu", operation, windowed)
         yield "reference", None
         return
     present = device.type != "cuda" or torch.cuda.is_available()
@@ -303,7 +303,7 @@ def considered(
                     reason = "it failed its trial"
             yield name, reason
     reason = why_not("triton", device, dtype) if present else _without_triton()
-    reason = reason or _left_out("triton", operation)
+    reason = reason or _left_out("triton", operation, windowed)
     if present and reason is None:
         reason = _too_large("triton", operation, needs)
         if reason is None and not _passes("triton", operation, device, dtype, windowed, resets):
@@ -316,9 +316,12 @@ def _passes(backend: str, operation: str, *call: Any) -> bool:
     return trial.passes(load(operation, backend), operation, *call)
 
 
-def _left_out(backend: str, operation: str) -> str | None:
+def _left_out(backend: str, operation: str, windowed: bool) -> str | None:
     """Say why a backend leaves the operation to the reference; None if it does not."""
-    return "it has no kernel for it" if registered(operation).backends.get(backend) is None else None
+    code = registered(operation).backends.get(backend)
+    if code is None:
+        return "it has no kernel for it"
+    return "it has no kernel for windows" if windowed and not code.takes_windows else None
 
 
 def _too_large(backend: str, operation: str, needs: Needs) -> str | None:

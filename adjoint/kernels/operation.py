@@ -66,6 +66,7 @@ class Code:
     module: str
     limits: Mapping[str, int] = field(default_factory=dict)
     saved_shape: Callable[..., Shape] | None = None
+    takes_windows: bool = True
 
 
 CPU = Code(f"{PACKAGE}.cpu.backend")  # in C++, all operations in one module

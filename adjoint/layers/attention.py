@@ -57,7 +57,8 @@ class AttentionMixer(Mixer):
         self.sizes = sizes
         self.in_proj = nn.Linear(config.d_model, sizes.channels, bias=sizes.bias)
         self.conv1d = CausalConv1d(sizes.channels, taps) if taps else None
-        self.out_proj = nn.Linear(sizes.heads * sizes.head_dim, config.d_model, bias=sizes.bias)
+        bias = sizes.bias if config.out_proj_bias is None else config.out_proj_bias
+        self.out_proj = nn.Linear(sizes.heads * sizes.head_dim, config.d_model, bias=bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -144,7 +145,8 @@ class AttentionMixer(Mixer):
         if places is None:
             past_tokens = before.shape[2] if isinstance(before, Tensor) else len(before)
             places = places_of(past_tokens, x.shape[1], x.device)
-        turns = rotary(places, rotary_dim, self.config.rope_theta, q)
+        base, factor = self.config.rope_theta, self.config.rope_scaling_factor
+        turns = rotary(places, rotary_dim, base, q, factor)
         q, k = rotate(q, *turns), rotate(k, *turns)
         if isinstance(before, Tensor):
             for t in state:
@@ -193,10 +195,14 @@ def places_of(first: int, tokens: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + tokens, dtype=torch.float64, device=device)
 
 
-def rotary(places: Tensor, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(
+    places: Tensor, dim: int, theta: float, like: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (tokens, dim / 2) each, of the rotary embedding's angles at the positions `places`
-    (tokens,) float64 (Su et al. 2021, section 3.2.2); float32, or float64 for a float64 `like`."""
+    (tokens,) float64 (Su et al. 2021, section 3.2.2), divided by `factor`; float32, or float64 for a float64
+    `like`."""
     pairs = torch.arange(0, dim, 2, dtype=torch.float64, device=like.device)
+    places = places if factor == 1 else places / factor
     angles = places[:, None] * theta ** (-pairs / dim)
     dtype = accumulate_dtype(like.dtype)
     return angles.cos().to(dtype), angles.sin().to(dtype)

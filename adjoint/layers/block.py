@@ -60,7 +60,8 @@ class Block(nn.Module):
         self.mlp: GatedMLP | None = None
         if config.d_intermediate:
             self.norm2 = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
-            self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias)
+            activation = config.mlp_activations[layer]
+            self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias, activation)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -48,9 +48,14 @@ MIXERS = _Mixers(
         "kda": "gated_deltanet:KDAMixer",
         "mamba3": "mamba3:Mamba3Mixer",
         "rwkv7": "rwkv7_mixer:RWKV7Mixer",
+        "hyena_se": "hyena:HyenaSEMixer",
+        "hyena_mr": "hyena:HyenaMRMixer",
+        "hyena_li": "hyena:HyenaLIMixer",
     }
 )
+ACTIVATIONS = ("silu", "gelu", "identity")  # of a gated MLP's gate
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
+LongTaps = Annotated[int, Must("a whole number from 1 to 1024", lambda n: 1 <= n <= 1024)]
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
 
 
@@ -68,17 +73,23 @@ class StackConfig:
     n_layer: Positive = option(4, "number of layers.")
     mixer: str | list[str] = option(
         "mamba",
-        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda, rwkv7 or attention; "
+        "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda, rwkv7, hyena_se, hyena_mr, "
+        "hyena_li or attention; "
         '"module:Class", a layer of your own (docs/own_layer.md); or a list with one of these for each of '
         "the n_layer layers.",
     )
     d_state: Positive | None = option(
         None,
         "state size: per channel (mamba; default 16), per channel of a head (mamba2, mamba3; 128), key "
-        "channels of a head (gated_deltanet, kda, rwkv7; 64), per layer (diagonal, scalar, dense; 16).",
+        "channels of a head (gated_deltanet, kda, rwkv7; 64), per layer (diagonal, scalar, dense; 16), modes "
+        "of a channel's filter (hyena_li; 16).",
     )
-    d_conv: Taps = option(4, "width of the causal convolution of mamba, mamba2, gated_deltanet and kda.")
-    expand: Positive = option(2, "d_inner = expand * d_model; not for diagonal, scalar, dense and attention.")
+    d_conv: Taps = option(
+        4, "width of the short causal convolution of mamba, mamba2, gated_deltanet, kda and the hyena mixers."
+    )
+    expand: Positive = option(
+        2, "d_inner = expand * d_model; not for diagonal, scalar, dense, attention and the hyena mixers."
+    )
     headdim: Positive = option(
         64, "channels per head, for mamba2, mamba3, gated_deltanet, kda and rwkv7; must divide d_inner."
     )
@@ -89,9 +100,18 @@ class StackConfig:
         None, "rank of the step size's projection, for mamba; default ceil(d_model / 16)."
     )
     d_intermediate: NotNegative = option(0, "width of a gated MLP after each mixer; 0 for none.")
+    mlp_activation: str | list[str] = option(
+        "silu",
+        "what the gated MLPs apply to their gate: silu, gelu or identity; or a list with one of these for "
+        "each of the n_layer layers.",
+    )
     tie_embeddings: bool = option(True, "whether head and embedding share their weight.")
     norm_eps: PositiveNumber = option(1e-5, "epsilon of every RMSNorm.")
     bias: bool = option(False, "whether in_proj and out_proj have biases.")
+    out_proj_bias: bool | None = option(
+        None,
+        "whether out_proj of attention and the hyena mixers has a bias; default: as their in_proj.",
+    )
     conv_bias: bool = option(True, "whether conv1d has a bias.")
     dt_min: PositiveNumber = option(0.001, "smallest step size at initialisation.")
     dt_max: PositiveNumber = option(0.1, "largest step size at initialisation.")
@@ -108,6 +128,9 @@ class StackConfig:
         None, "channels per attention head; default d_model / num_attention_heads."
     )
     rope_theta: PositiveNumber = option(10000.0, "base of the rotary embedding's frequencies.")
+    rope_scaling_factor: PositiveNumber = option(
+        1.0, "number by which the rotary embedding divides positions (linear interpolation)."
+    )
     rotary_emb_dim: NotNegative | None = option(
         None,
         "how many channels of a head, from the first, get rotary embeddings: an even number; 0 for none, "
@@ -137,6 +160,18 @@ class StackConfig:
         "then be even.",
     )
     mimo_rank: Positive = option(4, "number of inputs and outputs per token, with is_mimo.")
+    hyena_se_len: LongTaps = option(7, "taps of hyena_se's filters.")
+    hyena_mr_len: LongTaps = option(128, "taps of hyena_mr's filters.")
+    hyena_groups: Positive | None = option(
+        None,
+        "groups of channels that share a filter, for hyena_se and hyena_mr; must divide d_model; default "
+        "d_model / 16, or d_model where that is no whole number.",
+    )
+    hyena_mr_decay: Literal["weak", "normal", "strong"] | None = option(
+        "weak",
+        "rates at which hyena_mr's filters decay over their length, from 0.01 (weak), 0.1 (normal) or 1 "
+        "(strong) in the first group to 100 in the last; null for no decay.",
+    )
     bidirectional: Literal["tied", "separate"] | None = option(
         None,
         "whether layers read the sequence in both directions, for masked-token objectives: each mixer's "
@@ -164,6 +199,15 @@ class StackConfig:
                 f"mixer lists {len(self.mixers)} layers but n_layer is {self.n_layer}: give one for each "
                 "layer"
             )
+        if (listed := len(self.mlp_activations)) != self.n_layer:
+            raise ValueError(
+                f"mlp_activation lists {listed} layers but n_layer is {self.n_layer}: give one for each layer"
+            )
+        for activation in self.mlp_activations:
+            if activation not in ACTIVATIONS:
+                raise ValueError(
+                    f"mlp_activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
+                )
         for kind in dict.fromkeys(self.mixers):
             if kind in MIXERS:
                 MIXERS[kind].check(self)
@@ -216,6 +260,13 @@ class StackConfig:
     def mixers(self) -> tuple[str, ...]:
         """Kinds of the layers' mixers, one per layer."""
         return (self.mixer,) * self.n_layer if isinstance(self.mixer, str) else tuple(self.mixer)
+
+    @property
+    def mlp_activations(self) -> tuple[str, ...]:
+        """Functions that the MLPs apply to their gate, one per layer."""
+        if isinstance(self.mlp_activation, str):
+            return (self.mlp_activation,) * self.n_layer
+        return tuple(self.mlp_activation)
 
     @property
     def complements(self) -> list[int]:

@@ -7,7 +7,7 @@ queries are rotated by angles that add up over time: a complex-valued state in r
 token has `mimo_rank` each of v, k, q and y, which share h: v ⊗ k is summed over them."""
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -144,8 +144,10 @@ class Mamba3Mixer(Mixer):
         trap = torch.sigmoid(trap.to(dtype))
         turns = math.pi * torch.tanh(turns.to(dtype))[:, :, None] * dt[..., None]
         once = turns.new_ones(*x.shape[:2], 1)
-        angles = linear_scan(once, turns.flatten(2), angle.flatten(1), seq_idx=seq_idx).view_as(turns)
+        angles = linear_scan(once, turns.flatten(2), angle.detach().flatten(1), seq_idx=seq_idx)
         reset_at = checks.reset_of(seq_idx, *x.shape[:2])
+        angles, angle, before, after = _Angles.apply(angles.view_as(turns), angle.to(dtype), reset_at)
+        h, k_before = (_Frame.apply(t, before, c.is_mimo) for t in (h, k_before))
         k, q = (
             self._heads(t, norm, bias.to(dtype))
             for t, norm, bias in ((B, self.B_norm, self.B_bias), (C, self.C_norm, self.C_bias))
@@ -153,6 +155,7 @@ class Mamba3Mixer(Mixer):
         by = angles[..., None, :]
         turn = torch.polar(torch.ones_like(by), by.detach())
         (k_turned, k_last), (q_turned, _) = (_Turned.apply(t, by, turn, c.is_mimo) for t in (k, q))
+        k_last = _Frame.apply(k_last, after, c.is_mimo)
         v, z = (t.unflatten(-1, (c.nheads, c.headdim)) for t in (v, z))
         v_last = v[:, -1].clone()  # a view would keep the memory of all tokens
         v, v_before = (_spread(t.to(dtype), self.mimo_x) for t in (v, v_before))
@@ -173,7 +176,7 @@ class Mamba3Mixer(Mixer):
             y = self.norm(y.flatten(-2)).unflatten(-1, (c.nheads, -1))
         y = y * F.silu(_spread(z, self.mimo_z)).transpose(2, 3)
         y = y.squeeze(2) if self.mimo_o is None else (y * self.mimo_o.to(y.dtype).transpose(0, 1)).sum(2)
-        state = angles[:, -1] % math.tau, h, k_last, v_last
+        state = angle % math.tau, _Frame.apply(h, after, c.is_mimo), k_last, v_last
         return self.out_proj(y.flatten(-2)), state
 
     def _heads(self, t: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
@@ -250,6 +253,81 @@ def _within(own_share: Tensor, due_share: Tensor, D: Tensor, v: Tensor, k: Tenso
 def _heavy_tail(x: Tensor) -> Tensor:
     """1 + x above 0, 1 / (1 - x) below: positive; its derivative is continuous, and small at small values."""
     return x.clamp_min(0) + 1 / (1 - x.clamp_max(0))
+
+
+class _Context(Protocol):
+    """The values that `_Angles` and `_Frame` store for their backward.
+
+    Attributes:
+        angles, dtype: of the turn of a state.
+        halves: as in `_Turned`.
+    """
+
+    angles: int
+    dtype: torch.dtype
+    halves: bool
+    saved_tensors: tuple[Tensor | None, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _Angles(torch.autograd.Function):
+    """Angles of all tokens as they are, and those of the last; with gradients that keep float32's digits.
+
+    An angle's gradient is a sum over all later tokens, of terms that cancel: their rounding would add up over
+    the whole sequence, however soon states are forgotten. But outputs read only how far keys and queries are
+    turned against each other. So where the state before the tokens, their angles and the state after them
+    are turned together, nothing changes, and the gradients along this turn (`_Frame`) add up to 0. They say
+    what the terms' sum is, without the terms: it goes to the angles before the tokens; and the difference,
+    which is rounding, is taken from the terms in equal parts, unless documents begin within.
+
+    Outputs `before` and `after` are zeros, for `_Frame`."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, angles: Tensor, angle: Tensor, reset_at: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(reset_at)
+        return angles.view_as(angles), angles[:, -1].clone(), torch.zeros_like(angle), torch.zeros_like(angle)
+
+    @staticmethod
+    @differentiable_once("the sum of angles")
+    def backward(
+        ctx: _Context, d_angles: Tensor, d_last: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        (reset_at,) = ctx.saved_tensors
+        # bitwise 0 if no later token's loss depends on all being turned: chunks add no rounding
+        d_angle = (d_last + after) - before
+        rounding = (d_angles.sum(1, dtype=torch.float64) - (after - before)) / d_angles.shape[1]
+        if reset_at is not None:
+            begins = reset_at.any(1)[:, None, None]
+            d_angle, rounding = torch.where(begins, -before, d_angle), rounding.masked_fill(begins, 0)
+        d_angles = d_angles - rounding.to(d_angles.dtype)[:, None]
+        d_angles[:, -1] += d_last
+        return d_angles, d_angle, None
+
+
+class _Frame(torch.autograd.Function):
+    """A state as it is; the gradient of `turn` (batch, nheads, angles), 0, is that of turning the state."""
+
+    @staticmethod
+    def forward(ctx: _Context, state: Tensor, turn: Tensor, halves: bool) -> Tensor:
+        ctx.save_for_backward(state)
+        ctx.angles, ctx.dtype, ctx.halves = turn.shape[-1], turn.dtype, halves
+        ctx.set_materialize_grads(False)
+        return state.view_as(state)
+
+    @staticmethod
+    @differentiable_once("the rotation of states")
+    def backward(ctx: _Context, d_state: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if d_state is None:
+            return None, None, None
+        (state,) = ctx.saved_tensors
+        assert state is not None
+        (a, b), (da, db) = (_pairs(t.to(ctx.dtype), ctx.angles, ctx.halves) for t in (state, d_state))
+        return d_state, (a * db - b * da).sum(-2), None
 
 
 class _Turned(torch.autograd.Function):

@@ -57,6 +57,10 @@ MODEL_NAME = "what the model has besides trained weights"
 COUNTED = ("the number of rows", "the number of tokens", "the chunk size", "the number of chunks")
 
 
+FINGERPRINTS = 16  # numbers by which ranks compare their calls
+REFUSED = -1  # in the place of each, of a rank whose call has ended with an error
+
+
 class SingleRank:
     """Stand-in for a group: this process alone, running the code of a group."""
 
@@ -65,6 +69,8 @@ SINGLE_RANK = SingleRank()
 # a model's first module: groups that have compared weights; names of settings that its own forward changes
 _compared: MutableMapping[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _changed_by_forward: MutableMapping[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+# number of calls that a group's ranks have compared
+_agreements: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGroup:
@@ -105,6 +111,26 @@ def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGrou
             f"{setting}: rank {dist.get_rank()} is not in the group; only its members may call with it"
         )
     return group
+
+
+@contextlib.contextmanager
+def telling_ranks(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Tell the ranks of a group if this one's call ends with an error before they have agreed on it.
+
+    They would wait for it until the group's timeout. The others' error says which rank it is.
+
+    Args:
+        device: on which the model computes.
+    """
+    agreements = _agreements.get(group, 0)
+    try:
+        yield
+    except Exception:
+        if _agreements.get(group, 0) == agreements:
+            with contextlib.suppress(UserError, RuntimeError):  # the call's own error matters more
+                transport = GroupTransport(group, device)
+                transport.all_gather(torch.full((FINGERPRINTS,), REFUSED), transport.ranks)
+        raise
 
 
 def ranks_of(group: dist.ProcessGroup) -> int:
@@ -458,22 +484,30 @@ class SequenceGroup(Distribution):
             return grid
         fingerprint = self._fingerprint(executor, spec, parameters, has_backward)
         own_numbers = torch.tensor([number % (1 << 63) for number in fingerprint.values()], dtype=torch.int64)
+        assert len(own_numbers) == FINGERPRINTS
+        _agreements[self.group] = _agreements.get(self.group, 0) + 1
         numbers_by_rank = [
             rank_numbers.tolist()
             for rank_numbers in self.transport.all_gather(own_numbers, self.transport.ranks)
         ]
+        for rank, numbers in enumerate(numbers_by_rank):
+            if numbers[0] == REFUSED:
+                raise UserError(
+                    f"sequence_group: rank {rank} of the group has ended its call with an error of its own: "
+                    "mend that one, which it prints"
+                )
         for i, name in enumerate(fingerprint):
             rank_numbers = [numbers[i] for numbers in numbers_by_rank]
             if name == WEIGHTS_NAME and 0 in rank_numbers:  # compared before
                 continue
-            rank = next((r for r, number in enumerate(rank_numbers) if number != rank_numbers[0]), None)
-            if rank is not None and name == MODEL_NAME:
+            other = next((r for r, number in enumerate(rank_numbers) if number != rank_numbers[0]), None)
+            if other is not None and name == MODEL_NAME:
                 if (difference := self._first_difference()) is None:
                     continue
                 raise UserError(different_models("sequence_group", *difference))
-            if rank is not None:
-                counts = f": {rank_numbers[rank]} and {rank_numbers[0]}" if name in COUNTED else ""
-                raise UserError(different_calls("sequence_group", rank, f"{name}{counts}"))
+            if other is not None:
+                counts = f": {rank_numbers[other]} and {rank_numbers[0]}" if name in COUNTED else ""
+                raise UserError(different_calls("sequence_group", other, f"{name}{counts}"))
         if not grid.adjoint_scale:
             return grid
         own_scale = torch.tensor(grid.adjoint_scale, dtype=torch.float64, device=executor.device)

@@ -52,6 +52,7 @@ from adjoint.parallel.context import SINGLE_RANK, distribution_of
 from adjoint.parallel.split_tensors import dtensors, imported_class
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
@@ -101,9 +102,21 @@ def gathered_parameters(root: nn.Module) -> set[Tensor]:
     return _gathered[root]
 
 
+_meshes: WeakKeyDictionary[nn.Module, DeviceMesh] = WeakKeyDictionary()
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """Return the mesh of the processes that share a sharded model."""
+    if model not in _meshes:
+        if not dtensors(model):  # all are gathered now
+            reshard(model)
+        _meshes[model] = dtensors(model)[0].device_mesh
+    return _meshes[model]
+
+
 def largest(model: nn.Module, *values: float) -> list[float]:
     """Return the maximum of each value over the processes that share the model."""
-    mesh = dtensors(model)[0].device_mesh
+    mesh = mesh_of(model)
     maxima = torch.tensor(values, dtype=torch.float64, device=mesh_device(mesh))
     for dim in range(mesh.ndim):
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -206,6 +219,18 @@ def set_all_reduce(root: nn.Module, is_on: bool) -> None:
     Sums that were left out are in the next one: once per call is enough."""
     for unit in units(root):
         unit.set_requires_all_reduce(is_on, recurse=False)
+
+
+@contextlib.contextmanager
+def inside_forward(root: nn.Module) -> Iterator[None]:
+    """Gather at the end what a forward of a sharded model, inside which the context is, has gathered.
+
+    What runs in the context may put weights to rest."""
+    states = ((unit, unit._get_fsdp_state()._training_state) for unit in units(root))
+    running = [unit for unit, state in states if state.name == "FORWARD"]
+    yield
+    for unit in running:
+        unit.unshard()
 
 
 def refuse_gradients_left_out(root: nn.Module) -> None:
@@ -605,7 +630,7 @@ class FSDPWeights(GatheredWeights):
         return uses_fsdp(model)
 
     def rest(self) -> None:
-        reshard(self.model)
+        reshard(self.root)
 
     def running_parameters(self) -> set[Tensor]:
         return gathered_parameters(self.root)

@@ -250,7 +250,7 @@ class TensorParallel:
             config, splits = block.config, block.mlp.splits()
             _, channels = share_of(splits["out_proj"].sections[0], self.rank, self.ranks)
             with torch.device("meta"):
-                local_mlp = GatedMLP(config.d_model, channels, config.bias)
+                local_mlp = GatedMLP(config.d_model, channels, config.bias, block.mlp.activation)
             self._fill(local_mlp, block.mlp, f"{prefix}mlp.", splits)
             block.mlp = local_mlp
 

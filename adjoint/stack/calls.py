@@ -7,26 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.hidden_states import HiddenResult
+from adjoint.engine.host_weights import device_of
 from adjoint.engine.late_gradient import refusing_gradient
-from adjoint.engine.module_tensors import ModuleTensors
+from adjoint.engine.module_tensors import ModuleTensors, in_one_thread, one_thread, one_thread_forward
 from adjoint.engine.runner import run_hidden, run_loss
-from adjoint.engine.step import uncompiled
+from adjoint.engine.step import Result, uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
 from adjoint.errors import UserError
 from adjoint.files.remote import Place, place_of
+from adjoint.formats import vortex
 from adjoint.formats.folders import from_pretrained
+from adjoint.formats.names import Values, assign
 from adjoint.formats.names import Weights as StoredWeights
-from adjoint.formats.names import assign
 from adjoint.formats.transformers import from_model
+from adjoint.kernels.checks import refusal_of_transforms
 from adjoint.kernels.collectives import split_tokens
 from adjoint.kernels.gated import products_kept
 from adjoint.layers import StackConfig, State
@@ -38,12 +46,22 @@ from adjoint.layers.strands import (
 )
 from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
 from adjoint.parallel.access import weights_of, weights_type
-from adjoint.parallel.context import group_of
+from adjoint.parallel.context import group_of, telling_ranks
 from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
 from adjoint.stack.structure import WHOLE_SEQUENCE
 
-_run_loss, _run_hidden = uncompiled(run_loss), uncompiled(run_hidden)
+
+@uncompiled
+def _run_loss(stack: Stack, call: StackCall, returns_states: bool, group: dist.ProcessGroup | None) -> Result:
+    with one_thread_forward(stack):  # also inside a compiled model, whose graph knows no locks
+        return run_loss(stack, call, returns_states, group)
+
+
+@uncompiled
+def _run_hidden(stack: Stack, call: StackCall, returns_states: bool) -> HiddenResult:
+    with one_thread_forward(stack):
+        return run_hidden(stack, call, returns_states)
 
 
 @dataclasses.dataclass
@@ -67,6 +85,35 @@ class StackOutput:
     hidden_states: Tensor | None = None
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+GROUP = "sequence_group"
+PLACE_OF_GROUP = 9  # among a forward's arguments, the stack itself first
+
+
+def _guarded(forward: Callable[P, T]) -> Callable[P, T]:
+    """Return a stack's forward that runs in one thread at a time.
+
+    It tells a sequence_group's ranks of an error before they wait for it."""
+
+    @functools.wraps(forward)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        if why := refusal_of_transforms():
+            raise UserError(f"Stack: {why}; call backward() or torch.autograd.grad")
+        group = kwargs.get(GROUP, args[PLACE_OF_GROUP] if len(args) > PLACE_OF_GROUP else None)
+        stack = args[0]
+        assert isinstance(stack, nn.Module)
+        with one_thread(stack):
+            if group is None or not (dist.is_available() and dist.is_initialized()):
+                return forward(*args, **kwargs)
+            with telling_ranks(group_of(group), device_of(stack)):
+                return forward(*args, **kwargs)
+
+    return run
+
+
 class Stack(ChunkedStack):
     """A language model of state-space layers. Each call chooses its backward pass by `method=`.
 
@@ -82,6 +129,7 @@ class Stack(ChunkedStack):
         tensor_parallel: where each weight is, if ranks split the stack (`parallelize`).
     """
 
+    @_guarded
     def forward(
         self,
         input_ids: Tensor,
@@ -302,7 +350,8 @@ class Stack(ChunkedStack):
         inputs = (seq_idx,) if split is None else (seq_idx, seqlen)
         for layer, state in zip(self.blocks(), states, strict=True):
             if checkpoint and torch.is_grad_enabled():
-                recomputed_layer = products_kept()(layer.__call__)
+                call = layer.__call__ if torch.compiler.is_compiling() else in_one_thread(self, layer)
+                recomputed_layer = products_kept()(call)
                 y, state = checkpointed(recomputed_layer, y, state, *inputs, use_reentrant=False)
             else:
                 y, state = layer(y, state, *inputs)
@@ -427,6 +476,26 @@ class Stack(ChunkedStack):
                 the folder is a run, or one of transformers.
         """
         return _read(directory, "mamba-ssm")
+
+    @staticmethod
+    def from_vortex(file: str | Path, settings: str | Path | Values) -> Stack:
+        """Return a stack with the weights of StripedHyena 2 in a file of vortex, such as Evo 2's.
+
+            model = adjoint.Stack.from_vortex("evo2_7b.pt", "evo2-7b-1m.yml").float()
+
+        Neither vortex nor Transformer Engine needs to be installed. Only tensors are unpickled.
+
+        Args:
+            file: the weights, as published, each of which keeps its dtype; or savanna's tensors of a whole
+                model.
+            settings: the model's, a file in YAML (Evo 2's are in the folder configs of its package) or their
+                values.
+
+        Raises:
+            ValueError: a file is missing or damaged, or the model has parts that a stack lacks.
+        """
+        values = settings if isinstance(settings, dict) else Path(settings)
+        return _with_weights(*vortex.read(Path(file), values))
 
 
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from adjoint.engine.custom_layers import custom_class
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.model import SharedRows
-from adjoint.engine.module_tensors import ModuleTensors
+from adjoint.engine.module_tensors import ModuleTensors, one_thread
 from adjoint.engine.programs import GraphSweep, Programs, refuse_graphs
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.engine.stage import check_windows
@@ -111,10 +112,17 @@ class ChunkedStack(StackModules):
             raise UserError(f"sequence_group: {why}")
         if not call.is_segment:
             weights.rest()
-        sweep = weights.sweep(ModuleTensors(self).restored)
+        tensors = ModuleTensors(self)
+
+        @contextlib.contextmanager
+        def restored_stack() -> Iterator[None]:
+            with one_thread(self), tensors.restored():
+                yield
+
+        sweep = weights.sweep(restored_stack)
         programs = self._programs_for(call.method, weights, group)
         if programs is not None:
-            sweep = GraphSweep(programs, batch.ids.device, ModuleTensors(self).restored)
+            sweep = GraphSweep(programs, batch.ids.device, restored_stack)
         step = ChunkedStep(stages, batch, spec, width, distribution=distribution, sweep=sweep)
         step.verify()
         return step

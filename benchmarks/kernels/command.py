@@ -3,6 +3,8 @@
 - Every point is a fresh process; processes of different contenders alternate, `--repeats` times; published is
   the median over processes of each one's median. Contenders known to be slow (loops, torch.compile) run once.
 - `--before COMMIT` times this package as it was, too, in alternation.
+- `--clock processor` counts the process's own time on processors, for a machine that others use meanwhile;
+  there is no roof then.
 - `--threads 1 2` runs all with one thread, and this package with two as well; the roof is that of one.
 - Values first: output and every gradient against the operation in float64 (‖error‖ / ‖value‖). Who is off by
   more than the dtype allows is reported as wrong and not timed, ourselves included.
@@ -32,6 +34,7 @@ from benchmarks.kernels.measure import BASE, LIMITS, PASSES
 from benchmarks.kernels.operations import OPS
 from benchmarks.report import Row
 from benchmarks.runner import Benchmark, Found
+from benchmarks.timing import CLOCKS
 
 LIMIT_S = 150  # a process that takes longer is given up
 BEFORE = "before"  # the contender that is this package as of an earlier commit
@@ -57,6 +60,7 @@ class Kernels(Benchmark):
         earlier.add_option(parser)
         add("--threads", nargs="+", type=runner.count, default=[], metavar="N",
             help="this package alone runs with all of them (default: one a core)")  # fmt: skip
+        add("--clock", choices=CLOCKS, default="wall", help="processor: the process's own time, on a CPU")
         add("--device", type=runner.device, default="cpu", help="cpu or cuda")
         add("--dtype", choices=LIMITS, help="float32 where it is not said, on a GPU bfloat16")
         add("--allocator", type=steps.allocator, choices=steps.ALLOCATORS, default="retain", help="of memory")
@@ -68,6 +72,8 @@ class Kernels(Benchmark):
         options.dtype = options.dtype or ("bfloat16" if options.kind == "cuda" else "float32")
         if options.threads and options.kind == "cuda":
             parser.error("--threads: of the CPU; leave it out with --device cuda")
+        if options.clock != "wall" and options.kind == "cuda":
+            parser.error("--clock: of the CPU; leave it out with --device cuda")
         contenders = [c for op in options.ops for c in chosen(op, options).values()]
         missing = sorted({package for c in contenders if (package := c.missing())})
         if options.publish and not options.redraw and missing:
@@ -85,18 +91,20 @@ class Kernels(Benchmark):
         return versions | {"omp": omp} | ({"thread_counts": options.threads} if options.threads else {})
 
     def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
-        names = ("device", "dtype", "size", "repeats", "allocator")
+        names = ("device", "dtype", "size", "repeats", "allocator", "clock")
         settings = {name: getattr(options, name) for name in names}
         return settings | {"limit": LIMITS[options.dtype], "roof": best_rates(measurements)}
 
     def points(self, options: argparse.Namespace) -> list[Point]:
         """An answer in float64 for each operation, then repeats outermost; contenders alternate."""
         shared = {"device": options.device, "dtype": options.dtype, "allocator": options.allocator}
+        if options.clock != "wall":
+            shared["clock"] = options.clock
         if options.threads:
             shared["threads"] = options.threads[0]
         points: list[Point] = []
         for repeat in range(options.repeats):
-            points.append({"kind": "roof", "repeat": repeat, **shared})
+            points += [{"kind": "roof", "repeat": repeat, **shared}] if options.clock == "wall" else []
             for op in options.ops:
                 operation = {"op": op, "size": OPS[op].sizes[options.kind][options.size], **shared}
                 # values are compared once
@@ -297,5 +305,6 @@ def foot(result: Row) -> str:
         result["dtype"],
         f"allocator {result['allocator']}",
         f"median of {result['repeats']} processes",
+        *(["processor time"] if result.get("clock") == "processor" else []),
     )
     return report.footer(result["environment"], *conditions)

@@ -71,9 +71,10 @@ def time_contender(point: Point) -> Point:
         ys = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.grad(ys, differentiable, [dy.to(y.dtype) for y in ys])
 
-    result["forward"] = time_runs(forward, device, point["repeat_s"])
+    clock = point.get("clock", "wall")
+    result["forward"] = time_runs(forward, device, point["repeat_s"], clock=clock)
     if backward:
-        result["both"] = time_runs(both, device, point["repeat_s"])
+        result["both"] = time_runs(both, device, point["repeat_s"], clock=clock)
     return result
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 import adjoint
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.tools.measure.process import Process
-from benchmarks import earlier, report
+from benchmarks import earlier, report, timing
 from benchmarks.kernels import command, measure, operations, roof
 from benchmarks.kernels.contenders import CONTENDERS, Contender, norm_torch
 from benchmarks.runner import RESULTS
@@ -161,6 +163,19 @@ def test_more_threads_are_compared_with_the_first(tmp_path: Path) -> None:
     point = next(p for p in points if p.get("threads") == 2) | {"repeat_s": 1e-6}
     assert process.measure(point)["both"]
     process.close()
+
+
+def test_the_processors_clock_leaves_out_what_others_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that sleeps takes time by the wall's clock alone."""
+    wall, processor = (
+        timing.time_runs(lambda: time.sleep(0.01), "cpu", 0.0, clock=clock) for clock in timing.CLOCKS
+    )
+    assert min(wall) > 0.009 and max(processor) < 0.005
+    options = KERNELS.parse(["--op", "rms_norm", "--peers", "--clock", "processor"])
+    assert {point["clock"] for point in KERNELS.points(options)} == {"processor"}
+    with pytest.raises(SystemExit):
+        KERNELS.check(argparse.ArgumentParser(), argparse.Namespace(**vars(options) | {"device": "cuda"}))
+    assert "--clock: of the CPU" in capsys.readouterr().err
 
 
 def test_a_table_with_missing_libraries_is_not_published(

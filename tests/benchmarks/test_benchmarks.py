@@ -20,6 +20,7 @@ from benchmarks import (
     checkpoints,
     earlier,
     host_weights,
+    hyena,
     memory,
     mini_sequence,
     mixers,
@@ -51,6 +52,8 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      3, "model way allocator length memory_bytes ms_per_token kept_bytes"),
     (bidirectional.Bidirectional(), "--lengths 128 256 --ways exact checkpoints --repeats 1 --repeat-s 0",
      4, "way allocator length memory_bytes ms_per_token gradients_apart"),
+    (hyena.Hyena(), "--lengths 128 256 --repeats 1 --repeat-s 0",
+     6, "way allocator length memory_bytes ms_per_token gradients_apart"),
     (checkpoints.Checkpoints(), "--lengths 128 256 --ways all 8",
      4, "way length memory_bytes ms_per_token gradients_apart"),
     (mixers.Mixers(), "--mixers mamba --lengths 64 --rounds 1 --repeats 1",
@@ -76,6 +79,7 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
 ]  # fmt: skip
 UNDRAWN = (
     "bidirectional",
+    "hyena",
     "mixers",
     "mini_sequence",
     "rows_on_ranks",

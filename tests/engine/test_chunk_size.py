@@ -58,6 +58,8 @@ def kept_by_autograd(config: adjoint.StackConfig, tokens: int, dtype: torch.dtyp
         {"mixer": "mamba2", "d_state": 16},
         {"mixer": "scalar", "d_state": 40},
         {"mixer": ["mamba", "mamba2"], "n_layer": 2, "d_intermediate": 192},
+        {"mixer": "hyena_mr", "d_intermediate": 192, "mlp_activation": "gelu"},
+        {"mixer": "hyena_li", "d_intermediate": 192, "mlp_activation": "identity"},
         {"mixer": "attention", "num_attention_heads": 4, "num_key_value_heads": 1},
         {"mixer": "attention", "sliding_window": 100},
         {"mixer": "attention", "attention_d_conv": 4},

@@ -676,6 +676,30 @@ def test_tensors_that_no_module_lists_are_refused(tmp_path: Path) -> None:
     on_ranks(2, tmp_path, unlisted, timeout=10)
 
 
+def one_refuses(name: str) -> None:
+    """One rank's call is refused before the ranks compare calls; the next call of both is right."""
+    rank, group, ids = dist.get_rank(), world(), IDS[:1]
+    case = ModelOfEitherKind(name)
+    inputs, begin = case.inputs(ids, ids), time.monotonic()
+    with case.double():
+        expected = case.call(Exact(7), inputs, group).loss
+        for faulty in (1, 0):
+            wrong = {**inputs, "labels": ids[:, 1:]} if rank == faulty else inputs
+            with pytest.raises(ValueError) as e:
+                case.call(Exact(7), wrong, group)
+            told = f"sequence_group: rank {faulty} of the group has ended its call with an error of its own"
+            assert str(e.value).startswith(told) == (rank != faulty), e.value
+            assert "\n" not in str(e.value)
+            assert float(case.call(Exact(7), inputs, group).loss) == float(expected)
+    assert time.monotonic() - begin < 60  # nobody has waited for the group's timeout
+
+
+@pytest.mark.parametrize("name", ["mamba", "Mamba2ForCausalLM"])
+def test_a_rank_that_refuses_its_call_ends_that_of_the_others(name: str, tmp_path: Path) -> None:
+    ModelOfEitherKind(name)  # imported once, before the ranks are there
+    on_ranks(2, tmp_path, one_refuses, name, timeout=100)
+
+
 def check_refusals() -> None:
     group, ids = world(), IDS[:1]
     inputs = {"input_ids": ids, "labels": ids}

@@ -410,6 +410,22 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
         ({"mixer": "diagonal"}, "mamba-ssm", "this model's are diagonal; adjoint.Stack"),
         ({"mixer": ["mamba", "mamba2"]}, "mamba-ssm", "one of them, besides attention, .* mamba, mamba2;"),
         ({"mixer": "mamba3", "bias": True}, "mamba-ssm", r"Mamba-3 has no biases, .* has \(bias true\)"),
+        (
+            {"mixer": ["mamba", "attention"], "rope_scaling_factor": 4.0},
+            "mamba-ssm",
+            "has no rope_scaling_factor, this model's is 4.0",
+        ),
+        (
+            {"mixer": ["mamba", "attention"], "out_proj_bias": True},
+            "mamba-ssm",
+            "has no out_proj_bias, .* True",
+        ),
+        (
+            {"mixer": "mamba", "d_intermediate": 128, "mlp_activation": "gelu"},
+            "mamba-ssm",
+            "MLPs apply silu, this model's mlp_activation is gelu",
+        ),
+        ({"mixer": "hyena_li"}, "mamba-ssm", "mixers are mamba, mamba2 or mamba3, .* are hyena_li"),
         ({"mixer": ["mamba", "attention"], "sliding_window": 5}, "mamba-ssm", "has no window, .* is 5;"),
         ({"d_intermediate": 100}, "mamba-ssm", "d_intermediate is 100; adjoint.Stack.from_pretrained reads"),
         ({"norm_eps": 1e-6}, "mamba-ssm", "norm_eps is 1e-06; give --format transformers"),

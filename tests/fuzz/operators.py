@@ -55,6 +55,7 @@ SHAPES: dict[str, dict[str, str]] = {
         "q": "b s h d", "k": "b s h d", "v": "b s h n", "a": "b s h d", "b": "b s h d", "g": "b s h d",
         "initial_state": "b h d n ?",
     },
+    "modal_scan": {"u": "b s d", "A": "d n", "R": "d n", "D": "d ?", "initial_state": "b d n ?"},
     "causal_conv1d": {"x": "b s d", "weight": "d w", "bias": "d ?", "initial_state": "b d w-1 ?"},
     "rms_norm": {"x": "b s gd", "weight": "gd", "gate": "b s gd ?", "residual": "b s gd ?"},
     "past_attention": {"q": "b gh s d", "k": "b g p+s d", "v": "b g p+s n"},
@@ -72,7 +73,7 @@ def draw(rng: random.Random) -> Case:
     seqlen = rng.randint(1, longest) if windowed else rng.choice(LENGTHS)
     sizes = {"b": rng.choice((1, 1, 2, 2, 3, 3, 0)), "d": rng.choice((1, 2, 5, 8, 16, 19))}
     sizes |= {"g": rng.randint(1, 3), "h": rng.randint(1, 3), "n": rng.choice((1, 2, 3, 8, 16, 33))}
-    sizes |= {"w": rng.choice((1, 2, 4, 16)), "p": rng.choice((0, 1, 7, 40))}
+    sizes |= {"w": rng.choice((1, 2, 4, 16, 17, 40)), "p": rng.choice((0, 1, 7, 40))}
     case: Case = {"kind": "operators", "seed": rng.randrange(10**6), "operation": operation, "seqlen": seqlen}
     case |= {name: n for name, n in sizes.items() if name in "".join(SHAPES[operation].values())}
     if not operation.endswith(("attention", "entropy")):
@@ -350,5 +351,17 @@ def _dplr(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
     return step, lambda t, s, h: (h * t["q"][:, s].unsqueeze(-1)).sum(2), initial
 
 
+def _modal(case: Case, t: Tensors) -> tuple[Callable, Callable, Tensor]:
+    def step(t: Tensors, s: int, h: Tensor) -> Tensor:
+        return t["A"].exp() * h + t["u"][:, s, :, None]
+
+    u = t["u"]
+    return (
+        step,
+        lambda t, s, h: (h * t["R"]).sum(-1) + t.get("D", 0) * t["u"][:, s],
+        t.get("initial_state", u.new_zeros(u.shape[0], *t["A"].shape)),
+    )
+
+
 LOOPS = {"selective_scan": _selective, "ssd_scan": _ssd, "linear_scan": _linear}
-LOOPS |= {"gated_delta_rule": _delta, "kda": _delta, "dplr_delta_rule": _dplr}
+LOOPS |= {"gated_delta_rule": _delta, "kda": _delta, "dplr_delta_rule": _dplr, "modal_scan": _modal}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import traceback
@@ -677,6 +678,78 @@ def left_gathered(rank: int) -> None:
     assert_same(gradients_of_models[1], gradients_of_models[0])
 
 
+def ways_without_labels() -> dict[str, dict[str, Tensor]]:
+    """Return inputs of one row: plain, packed documents, and padding at the left."""
+    ids, positions, mask = rows(6, 40)[:1], torch.arange(40)[None].clone(), torch.ones(1, 40).long()
+    positions[:, 17:] -= 17
+    mask[:, :6] = 0
+    return {
+        "plain": {"input_ids": ids},
+        "packed": {"input_ids": ids, "position_ids": positions},
+        "padded": {"input_ids": ids, "attention_mask": mask},
+    }
+
+
+@case
+def without_labels(rank: int, name: str, training: bool) -> None:
+    """Logits under no_grad, of ranks whose rows have documents or padding in turn; the first call is one."""
+    ways = ways_without_labels()
+    # a wrapped model in one process keeps documents apart, and hides padding
+    reference = adjoint.wrap(make(name), METHOD).train(training)
+    model = shard(adjoint.wrap(make(name), METHOD)).train(training)
+    pairs = [("packed", "plain"), ("plain", "packed"), ("plain", "padded"), ("packed", "padded")]
+    with float64_throughout(), torch.no_grad():
+        for way in (pair[rank] for pair in [*pairs, ("plain", "plain"), *pairs]):
+            first = 6 if way == "padded" else 0  # logits at padding are nobody's
+            logits = [m(**ways[way]).logits[:, first:] for m in (model, reference)]
+            torch.testing.assert_close(*logits)
+        if training:
+            return
+        for pair in (("packed", "plain"), ("plain", "packed"), ("packed", "packed")):  # as if not wrapped
+            inputs = ways[pair[rank]] | {"output_hidden_states": True}
+            torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits)
+        copied = shard(copy.deepcopy(adjoint.wrap(make(name), METHOD)))
+        torch.testing.assert_close(copied(**ways["packed"]).logits, reference(**ways["packed"]).logits)
+    ids = ways["plain"]["input_ids"]
+    model(input_ids=ids, labels=ids).loss.backward()  # the next step has its weights and gradients
+    reference(input_ids=ids, labels=ids).loss.backward()
+    assert_same(whole_gradients(model), current_gradients(reference), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [pytest.param(BAMBA, False, marks=pytest.mark.slow), (LLAMA, False), (LLAMA, True)],
+)
+def test_calls_without_labels_are_those_of_one_process(name: str, training: bool, peer: Any) -> None:
+    on_both(peer, "without_labels", name, training)
+
+
+@case
+def other_arguments(rank: int) -> None:
+    """An argument that ranks do not share is named in one line on each rank, whatever was tried before."""
+    ids, model = rows()[rank : rank + 1], sharded("MixtralForCausalLM")
+    inputs = {"input_ids": ids, "labels": ids}
+    model(**inputs).loss.backward()
+    differing: dict[str, dict[str, Any]] = {
+        "num_items_in_batch": {"num_items_in_batch": torch.tensor(40)},
+        "output_router_logits": {"output_router_logits": True},
+        "arguments that its forward does not name": {"sample_ids": ids},
+        "use_cache": {"use_cache": True},
+    }
+    for name, argument in differing.items():
+        for other in (0, 1):
+            with pytest.raises(UserError, match=f"under fully_shard.*differ in {name}.*: give the same") as e:
+                model(**inputs, **(argument if rank == other else {}))
+            assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="differ in labels"):
+        model(**(inputs if rank else {"input_ids": ids}))
+    with torch.set_grad_enabled(bool(rank)), pytest.raises(UserError, match="whether gradients are on"):
+        model(**inputs)
+    with pytest.raises(UserError, match="training or evaluation mode"):
+        model.train(bool(rank))(**inputs)
+    model.train()(**inputs).loss.backward()
+
+
 SLOW = ("replicated", "finer", "adapters", "log_probabilities", "embeddings", "read_logits", "precision")
 SLOW += (
     "leaves",
@@ -690,7 +763,11 @@ SLOW += (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES if n != "equal"],
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
+        for n in CASES
+        if n not in ("equal", "without_labels")
+    ],
 )
 def test_under_fully_shard(name: str, peer: Any) -> None:
     on_both(peer, name)

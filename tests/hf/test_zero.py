@@ -25,7 +25,7 @@ import adjoint
 from adjoint.errors import UserError
 from tests.both_kinds import ModelOfEitherKind
 from tests.hf.hf_models import VOCAB, current_gradients, float64_throughout, make, trained_like
-from tests.hf.test_fsdp import assert_same, unequal_batches, unsharded
+from tests.hf.test_fsdp import assert_same, unequal_batches, unsharded, ways_without_labels
 from tests.ranks import on_ranks
 from tests.test_rows_on_ranks import ModelOnRanks, compare_beginnings, compare_packed
 
@@ -515,7 +515,31 @@ def without_an_optimizer() -> None:
         torch.testing.assert_close(*logprobs)
 
 
-SLOW = ("checkpoints", "leaf_modules", "without_an_optimizer")
+@case
+def without_labels() -> None:
+    """Logits under no_grad, in each mode, of ranks whose rows have documents or padding in turn."""
+    in_float64()
+    ways, rank = ways_without_labels(), rank_of()
+    with float64_throughout():
+        reference = adjoint.wrap(make(LLAMA), METHOD)
+        engine = initialized(adjoint.wrap(make(LLAMA), METHOD))
+        for training in (True, False, True):
+            engine.train(training)
+            reference.train(training)
+            for pair in (("packed", "plain"), ("plain", "packed"), ("plain", "padded"), ("plain", "plain")):
+                inputs = ways[pair[rank]]
+                first = 6 if pair[rank] == "padded" else 0  # logits at padding are nobody's
+                with torch.no_grad():
+                    logits = [m(**inputs).logits[:, first:] for m in (engine, reference)]
+                torch.testing.assert_close(*logits)
+        with pytest.raises(UserError, match="differ in use_cache"):
+            engine(**own_row(1), **({"use_cache": True} if rank else {}))
+        engine.backward(engine(**own_row(1)).loss)
+        each = [lambda m, ids=ids[None]: m(input_ids=ids, labels=ids).loss / 2 for ids in rows(1)]
+        assert_same(whole_gradients(engine), unsharded(reference, *each))
+
+
+SLOW = ("checkpoints", "leaf_modules", "without_an_optimizer", "without_labels")
 WITH_FOLDER = ("checkpoints", "partitioned_from_the_start", "trainer")
 # The table of models × ways to train; the first model of each, if it is named here, in the quick tests.
 OF_EACH_MODEL = {"equal": BAMBA, "adapters": LLAMA, "training": LLAMA, "bfloat16": LLAMA}

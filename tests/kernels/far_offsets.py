@@ -66,7 +66,9 @@ def main(name: str) -> None:
     trial.SEQLEN, ssd_trial.SIZES = SEQLEN, SSD_SIZES
     delta_trial.SIZES = dplr_trial.SIZES = DELTA_SIZES
     operation, code = registered(name), with_tokens_apart(dispatch.load(name, "triton"))
-    windowed = [False, True] if operation.takes_windows else [False]
+    record = operation.backends["triton"]
+    is_windowed = operation.takes_windows and record is not None and record.takes_windows
+    windowed = [False, True] if is_windowed else [False]
     documents = [False, True] if operation.takes_documents else [False]
     for call in itertools.product(windowed, documents):
         print(json.dumps(trial.errors(code, name, torch.device("cpu"), torch.float32, *call)), flush=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adjoint.kernels import dispatch, plain_recurrence
-from adjoint.kernels.operation import all_operations
+from adjoint.kernels.operation import all_operations, registered
 from tests.fuzz.operators import SHAPES, WINDOWED, Case, by_operation, leaves
 from tests.model_helpers import relative
 
@@ -113,6 +113,12 @@ def has_kernel(operation: str, backend: str) -> bool:
     """Whether a backend has its own code for the operation, and does not leave it to the reference."""
     name = registered_name(operation)
     return dispatch.implementation(name, backend, torch.device("cpu"), torch.float32) == backend
+
+
+def takes_case(case: Case, backend: str) -> bool:
+    """Whether a backend's own code takes the case's window and halo."""
+    code = registered(registered_name(case["operation"])).backends.get(backend)
+    return code is None or code.takes_windows or not (case.get("window") or case.get("halo"))
 
 
 def registered_name(operation: str) -> str:

@@ -105,7 +105,9 @@ def own_problems(operation: Operation) -> Iterator[Callable[[], object]]:
     """Yield the trial's problems at two sizes of grid, then cases of tests/fuzz with strided memory."""
     trial.SEQLEN, delta_trial.SIZES, dplr_trial.SIZES = SEQLEN, DELTA_SIZES, DELTA_SIZES
     code = dispatch.load(operation.name, "triton")
-    windows = [None, trial.WINDOW] if operation.takes_windows else [None]
+    record = operation.backends["triton"]
+    is_windowed = operation.takes_windows and record is not None and record.takes_windows
+    windows = [None, trial.WINDOW] if is_windowed else [None]
     documents = [False, True] if operation.takes_documents else [False]
     for window, resets in itertools.product(windows, documents):
         ssd_trial.SIZES = SSD_SIZES if window is None else WINDOWED_SSD_SIZES

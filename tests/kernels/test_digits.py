@@ -17,6 +17,7 @@ from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.dplr_delta_rule import dplr_delta_rule
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.modal_scan import modal_scan
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -35,6 +36,10 @@ def norm(x: Tensor, weight: Tensor, backend: str) -> Tensor:
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
     return causal_conv1d(x, weight, bias, backend=backend)[0]
+
+
+def modal(x: Tensor, A: Tensor, R: Tensor, D: Tensor, backend: str) -> Tensor:
+    return modal_scan(x, A, R, D, backend=backend)[0]
 
 
 def selective(x: Tensor, A: Tensor, D: Tensor, bias: Tensor, backend: str) -> Tensor:
@@ -58,6 +63,8 @@ def ssd_in_blocks(x: Tensor, A: Tensor, D: Tensor, bias: Tensor, backend: str) -
 SUMS = {
     "rms_norm": (norm, [torch.ones(4)]),
     "causal_conv1d": (conv, [torch.full((4, 4), 0.5), torch.ones(4)]),
+    "causal_conv1d by blocks": (conv, [torch.full((4, 20), 0.1), torch.ones(4)]),
+    "modal_scan": (modal, [-torch.ones(4, 3), torch.ones(4, 3), torch.ones(4)]),
     "selective_scan": (selective, [-torch.ones(4, 3), torch.ones(4), torch.full((4,), 0.1)]),
     "ssd_scan": (ssd, [-torch.ones(2), torch.ones(2), torch.full((2,), 0.1)]),
     "ssd_scan in blocks": (ssd_in_blocks, [-torch.ones(2), torch.ones(2), torch.full((2,), 0.1)]),
@@ -244,6 +251,7 @@ def test_repeated_keys_whose_sign_turns(rule: str, backend: str) -> None:
 
 
 LASTING = dict.fromkeys(("ssd_scan", "ssd_scan in blocks", "selective_scan"), (1 << 18, 1e-6))
+LASTING["modal_scan"] = 1 << 18, 1e-6
 LASTING |= dict.fromkeys(("gated_delta_rule", "kda", "dplr_delta_rule"), (1 << 17, 3e-7))
 LASTING["slow dplr_delta_rule"] = 1 << 17, 2e-6
 
@@ -280,6 +288,15 @@ def test_states_that_last(name: str, backend: str) -> None:
     if name == "selective_scan":
         inputs = [normal(4), normal(4).abs(), normal(4), normal(4)]
         return assert_same_digits(selective_scan_of, inputs, backend, rtol)
+    if name == "modal_scan":
+        poles = torch.zeros(4, 3)
+
+        def modal_scan_of(u: Tensor, R: Tensor, backend: str) -> Any:
+            return modal_scan(u, poles.to(u.dtype), R, backend=backend)
+
+        return assert_same_digits(
+            modal_scan_of, [normal(4), torch.randn(4, 3, generator=generator)], backend, rtol
+        )
     k = torch.nn.functional.normalize(normal(1, 8)[:, :1], dim=-1).expand(1, tokens, 1, 8).contiguous()
     q, v, beta = normal(1, 8), normal(1, 8), torch.full((1, tokens, 1), 2.0)
     if name == "slow dplr_delta_rule":

@@ -4,7 +4,6 @@ that a bfloat16 model carries from call to call."""
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 import adjoint
-from adjoint.layers import mamba3
 from tests.kernels.helpers import INTERPRETED
 from tests.model_helpers import RECURRENT, current_gradients, gradients, make_ids, relative
 
@@ -42,10 +40,9 @@ def errors_of(single: dict[str, Tensor], double: dict[str, Tensor]) -> dict[str,
     return {name: relative(single[name], double[name]) for name in double}
 
 
-def assert_digits(errors: dict[str, float], limits: dict[str, float] | None = None) -> None:
+def assert_digits(errors: dict[str, float]) -> None:
     """Raise AssertionError unless all gradients in float32 are those in float64."""
-    limits = dict.fromkeys(errors, 1e-5) | (limits or {})
-    assert all(error < limits[name] for name, error in errors.items()), (errors, limits)
+    assert all(error < 1e-5 for error in errors.values()), errors
 
 
 def turn_signs_away(model: adjoint.Stack) -> None:
@@ -59,39 +56,28 @@ def turn_signs_away(model: adjoint.Stack) -> None:
             bias.data[n:] += 0.3 * signs.flatten()
 
 
-def errors_of_autograd(
-    model: adjoint.Stack, ids: Tensor, double: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, float]:
-    """Return a Mamba-3 model's errors by autograd: PyTorch's sums of angles, the reference of the scan."""
-
-    def cumulative_sum(a: Tensor, b: Tensor, initial_state: Tensor, seq_idx: None) -> Tensor:
-        return initial_state[:, None] + b.cumsum(1)
-
-    with monkeypatch.context() as patches:
-        patches.setattr(mamba3, "linear_scan", cumulative_sum)
-        patches.setattr(mamba3, "ssd_scan", functools.partial(mamba3.ssd_scan, backend="reference"))
-        return errors_of(gradients(model, ids, ids, adjoint.Backprop())[1], double)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", RECURRENT)
-def test_a_step_of_a_stack(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence is trained by chunks.
-
-    The terms of Mamba-3's gradient of dt_bias add up to some hundred times their sum. There the limit is
-    what autograd loses, too: 2e-5 to 1e-4 by one order of operations or another."""
+def test_a_step_of_a_stack(mixer: str) -> None:
+    """A sequence is trained by chunks."""
     torch.manual_seed(0)
     model = adjoint.Stack(adjoint.StackConfig(mixer=mixer, **SIZES))
     if mixer == "dense":
         turn_signs_away(model)
-    ids, method = walk(1 << 20 if mixer == "mamba2" else 1 << 16, 61), adjoint.Exact(chunk_size=CHUNK)
+    million = mixer in ("mamba2", "mamba3")
+    ids, method = walk(1 << 20 if million else 1 << 16, 61), adjoint.Exact(chunk_size=CHUNK)
     double = gradients(copy.deepcopy(model).double(), ids, ids, method)[1]
-    errors, limits = errors_of(gradients(copy.deepcopy(model), ids, ids, method)[1], double), {}
-    if mixer == "mamba3":
-        by_autograd = errors_of_autograd(model, ids, double, monkeypatch)
-        steps = [name for name in errors if "dt_bias" in name]
-        limits = dict.fromkeys(steps, 4 * max(by_autograd[name] for name in steps))
-    assert_digits(errors, limits)
+    assert_digits(errors_of(gradients(model, ids, ids, method)[1], double))
+
+
+def test_angles_that_add_up_over_many_chunks() -> None:
+    """The gradient of a turn of Mamba-3's keys is a sum over all later tokens, most of which cancels."""
+    torch.manual_seed(0)
+    model = adjoint.Stack(adjoint.StackConfig(mixer="mamba3", **SIZES))
+    ids, method = walk(1 << 14, 61), adjoint.Exact(chunk_size=512)
+    double = gradients(copy.deepcopy(model).double(), ids, ids, method)[1]
+    errors = errors_of(gradients(model, ids, ids, method)[1], double)
+    assert max(errors.values()) < 4e-6, errors
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Every Triton kernel compiles for A100 and H100/H200 without a GPU, and the main ones keep everything in
-registers (``triton_aot`` lists them, and prints the table)."""
+"""Every Triton kernel compiles for A100, H100/H200 and Blackwell without a GPU, and the main ones keep
+everything in registers (``triton_aot`` lists them, and prints the table)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from adjoint.kernels.operation import registered
 from tests.kernels import triton_aot as aot
 
 HALF = {80: 81 * 1024, 90: 113 * 1024}  # of a multiprocessor's shared memory, less what the system takes
+HALF |= {100: HALF[90], 103: HALF[90], 120: 49 * 1024, 121: 49 * 1024}
 # What crosses lanes because the algorithm asks for it; other shuffles, and shared memory, come of layouts.
 TOKENS, ROWS = 2, 2  # that a thread of the selective scan's backward holds at once
 OVER_STATES = 2 * 3 * TOKENS * ROWS  # 4 lanes of states: du, ddelta, dz of every token and row
@@ -40,9 +41,11 @@ def check(name, capability, only=frozenset()):
     """Nothing spills, and where the layout is ours (not the matrix products') it is the one meant."""
     built = aot.compile_call(aot.MAIN[name], capability, only)
     spills = {k.name: k.spills for k in built if k.spills}
-    most = next((size for kind, size in aot.MAX_SPILLED_BYTES.items() if name.startswith(kind)), 0)
+    limits = aot.MAX_SPILLED_BYTES if capability < 100 else aot.MAX_SPILLED_BYTES_ON_BLACKWELL
+    most = next((size for kind, size in limits.items() if name.startswith(kind)), 0)
     may_spill = name.startswith(aot.SPILLING) or max(spills.values(), default=0) <= most
     assert may_spill or spills in aot.SPILLS.get(name, ())
+    assert max(k.shared for k in built) <= 2 * HALF[capability]
     kind = name.partition(",")[0] + (", window" if "window" in name else "")
     if kind in SHUFFLES and "d_state 64" not in name and "d_state 128" not in name:
         shuffles = SHUFFLES[kind]
@@ -54,7 +57,7 @@ def check(name, capability, only=frozenset()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", aot.ARCHITECTURES)
 @pytest.mark.parametrize("name", aot.MAIN)
 def test_main_kernels_keep_to_registers(name, capability):
     assert check(name, capability)
@@ -203,6 +206,10 @@ def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
         ("linear_scan", True, False, ["linear scan, fp32, scalar, window"]),
         ("linear_scan", False, True, ["linear scan, fp32, resets"]),
         ("causal_conv1d", False, False, ["convolution, bf16"]),
+        ("long_conv1d", False, False, ["long convolution, bf16"]),
+        ("long_conv1d", False, True, ["long convolution, bf16, resets"]),
+        ("modal_scan", False, False, ["modal filter, bf16"]),
+        ("modal_scan", False, True, ["modal filter, bf16, resets"]),
         ("rms_norm", False, False,
          [f"RMSNorm, bf16{kind}" for kind in (" of a fp32 stream", ", residual in fp32", ", gate")]),
         ("causal_conv1d", False, True, ["convolution, bf16, resets"]),
@@ -244,12 +251,15 @@ def test_delta_rules_are_tried_with_products_of_half_precision(operation):
 
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["delta rule, bf16, d_k 64", "KDA, bf16, d_k 64", "DPLR, bf16, d_k 64"])
-def test_delta_rules_leave_out_wgmma_on_hopper(name):
-    """An H100 gives wrong numbers with it and reads outside shared memory, by dtype and number of warps."""
-    names = frozenset({"written_kernel", "read_kernel", "state_kernel"})
-    built = aot.compile_call(aot.MAIN[name], 90, names)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_delta_rules_leave_out_asynchronous_products(name, capability):
+    """An H100 gives wrong numbers with wgmma and reads outside shared memory, by dtype and number of warps.
+
+    With tcgen05 Triton does not compile the delta rule's key_grad_kernel for sm_100."""
+    names = frozenset({"key_grad_kernel", "state_kernel"})
+    built = aot.compile_call(aot.MAIN[name], capability, names)
     assert len(built) == 2
-    assert all("mma.sync" in k.ptx and "wgmma" not in k.ptx for k in built)
+    assert all("mma.sync" in k.ptx and "wgmma" not in k.ptx and "tcgen05" not in k.ptx for k in built)
 
 
 @pytest.mark.parametrize("before", [None, "0"])

@@ -4,11 +4,12 @@ A launch is recorded instead of run (tensors may be on the ``meta`` device, so a
 arguments give the kernel's signature, and the PTX goes through the ptxas in Triton's wheel, which reports
 registers and spills.
 
-    python -m tests.kernels.triton_aot [--out benchmarks/results/triton-resources.md] [NAME …]
+    python -m tests.kernels.triton_aot [--architectures 80 90] [--out FILE] [NAME …]
 
 writes the table of every call in ``MAIN`` (or of those whose name contains a NAME): kernel, target,
-registers, spills, shared memory, shuffles, barriers. Takes some minutes. Another version of Triton on
-PYTHONPATH is the one that compiles.
+registers, spills, shared memory, shuffles, barriers. Takes some minutes an architecture. Another version of
+Triton on PYTHONPATH is the one that compiles. The results are in benchmarks/results/triton-resources.md
+(--architectures 80 90) and triton-resources-blackwell.md (--architectures 100 103 120 121 --out FILE bf16).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import os
 import re
 import subprocess
@@ -34,10 +36,11 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from adjoint.kernels.causal_conv1d import triton as conv
+from adjoint.kernels.causal_conv1d.triton import launch as conv
 from adjoint.kernels.dplr_delta_rule.triton import launch as dplr
 from adjoint.kernels.gated_delta_rule.triton import launch as delta
 from adjoint.kernels.linear_scan import triton as linear
+from adjoint.kernels.modal_scan import triton as modal
 from adjoint.kernels.rms_norm import triton as norm
 from adjoint.kernels.selective_scan.triton import launch as selective
 from adjoint.kernels.ssd_scan.triton import launch as ssd
@@ -56,6 +59,13 @@ POINTERS = {
 BF16, FP32 = torch.bfloat16, torch.float32
 MULTIPROCESSORS = 132  # of the device that launches are made for: enough that sequences are split
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# Those of Triton that change what a kernel takes, if its release has them.
+PTXAS_OPTIONS = [
+    option
+    for option in ("--regAllocOptLevel=2",)
+    if option in inspect.getsource(triton.backends.nvidia.compiler)
+]
+ARCHITECTURES = 80, 90, 100, 103, 120, 121
 ENVIRONMENT = "environment"  # of a recorded launch: the variables that the compiler reads
 
 
@@ -80,7 +90,8 @@ def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        variables = {name: os.environ[name] for name in (common.DISABLE_WGMMA.name,) if name in os.environ}
+        names = [variable.name for variable in common.ASYNCHRONOUS_PRODUCTS.values()]
+        variables = {name: os.environ[name] for name in names if name in os.environ}
         launches.append((self, args, kwargs | {ENVIRONMENT: variables}))
 
     with mock.patch.object(JITFunction, "run", run):
@@ -152,7 +163,7 @@ def run_ptxas(ptx: str, folder: str) -> tuple[Path, str]:
     ptxas = get_ptxas(int(re.search(r"\d+", arch).group())).path
     source = Path(folder) / "kernel.ptx"
     source.write_text(ptx)
-    command = [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
+    command = [ptxas, "-v", *PTXAS_OPTIONS, f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
     return Path(ptxas), subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
@@ -167,8 +178,8 @@ def compile_call(
 ) -> list[Compiled]:
     """Every kernel that ``call`` launches on a big device, compiled, or of those the ones in ``only``; those
     that came out alike once."""
-    on_hopper = mock.patch.object(common, "_is_hopper", return_value=capability == 90)
-    with record_launches() as launches, on_a_big_device(), on_hopper:
+    on_gpu = mock.patch.object(common, "_major_capability", return_value=capability // 10)
+    with record_launches() as launches, on_a_big_device(), on_gpu:
         call()
     built: dict[Compiled, None] = {}
     for launch in launches:
@@ -244,6 +255,14 @@ def call_conv(dtype=BF16, seqlen=65536, channels=4096, d_conv=4, reset=False):
     conv.causal_conv1d_backward(y, x, weight, bias, state, True, begins)
 
 
+def call_modal(dtype=BF16, seqlen=65536, channels=4096, order=16, reset=False):
+    u, A, D = empty(1, seqlen, channels, dtype=dtype), empty(channels, order, dtype=FP32), empty(channels)
+    h0 = empty(1, channels, order, dtype=FP32)
+    begins = empty(1, seqlen, dtype=torch.bool) if reset else None
+    y, final, saved = modal.modal_scan_forward(u, A, A, D, h0, begins)
+    modal.modal_scan_backward(y, final, u, A, A, D, h0, begins, saved, None)
+
+
 def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32, out=None):
     """`stream`: the residual's dtype, None for no residual; `out`: y's dtype, None for x's."""
     x, weight = empty(rows, width, dtype=dtype), empty(width, dtype=FP32)
@@ -278,6 +297,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"DPLR, {name}, resets"] = partial(call_dplr, dtype, reset=True)
         calls[f"convolution, {name}"] = partial(call_conv, dtype)
         calls[f"convolution, {name}, resets"] = partial(call_conv, dtype, reset=True)
+        calls[f"long convolution, {name}"] = partial(call_conv, dtype, d_conv=128)
+        calls[f"long convolution, {name}, resets"] = partial(call_conv, dtype, d_conv=128, reset=True)
+        calls[f"modal filter, {name}"] = partial(call_modal, dtype)
+        calls[f"modal filter, {name}, resets"] = partial(call_modal, dtype, reset=True)
         calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
         calls[f"RMSNorm, {name}, gate"] = partial(call_norm, dtype, stream=None)
         calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)
@@ -293,9 +316,17 @@ MAIN = _calls()
 SPILLING = "delta rule, fp32", "KDA, fp32", "DPLR, fp32", "DPLR, bf16, resets", "DPLR, bf16, d_k 256"
 # Bytes that a kernel of these may spill: an H200 was faster with them than with smaller tiles, which do not.
 MAX_SPILLED_BYTES = {"delta rule, bf16": 1600, "KDA, bf16": 1600}
+# The same for Blackwell, on which none has run.
+MAX_SPILLED_BYTES_ON_BLACKWELL = {
+    "delta rule, bf16": 1700,
+    "KDA, bf16": 2000,
+    "SSD scan, bf16": 24,
+    "SSD scan, fp32": 40,
+}
 # Bytes, on sm_80 and on sm_90, of which one may spill nothing.
 SPILLS: dict[str, tuple[dict[str, int], ...]] = {
     "DPLR, bf16, d_k 128": ({"read_kernel": 16},),
+    "modal filter, fp32, resets": ({"_parameters_kernel": 16},),  # states and sums in float64
 }
 # Once for 64 tokens, not in the loops over tokens: on sm_90 the same limit, for 12 programs, spills nothing.
 SPILLS |= {f"selective scan, {dtype}, d_state 16": ({"backward_kernel": 188},) for dtype in ("bf16", "fp32")}
@@ -303,13 +334,14 @@ SPILLS |= {f"selective scan, {dtype}, d_state 16": ({"backward_kernel": 188},) f
 INTRODUCTION = f"""\
 Compiled ahead of time, no GPU involved, as launched for one sequence of 65,536 tokens on a device of
 {MULTIPROCESSORS} multiprocessors: a selective scan with d_inner 4,096, an SSD scan with 64 heads, a linear
-scan and a convolution with 4,096 channels, a delta rule with 32 heads, a norm over 2,048. Registers are a
-thread's, spilled bytes a thread's stores and loads, shared bytes a program's; shuffles and barriers are
-instructions in the code. Made by `python -m tests.kernels.triton_aot --out FILE`.
+scan, a convolution with 4 or 128 taps and a modal filter of order 16 with 4,096 channels, a delta rule with
+32 heads, a norm over 2,048. Registers are a thread's, spilled bytes a thread's stores and loads, shared
+bytes a program's; shuffles and barriers are instructions in the code. Made by
+`python -m tests.kernels.triton_aot --out FILE`.
 """
 
 
-def table(names: Sequence[str] = (), capabilities: Sequence[int] = (80, 90)) -> Iterator[str]:
+def table(names: Sequence[str] = (), capabilities: Sequence[int] = ARCHITECTURES) -> Iterator[str]:
     """Rows of a Markdown table of the resources of every call in MAIN whose name contains one of
     ``names``."""
     columns = "warps", "registers", "spilled bytes", "shared bytes", "shuffles", "barriers"
@@ -324,11 +356,12 @@ def table(names: Sequence[str] = (), capabilities: Sequence[int] = (80, 90)) -> 
                 yield f"{start}| {k.registers} | {k.spills} | {k.shared} | {k.shuffles} | {k.barriers} |"
 
 
-def versions() -> str:
+def versions(capabilities: Sequence[int]) -> str:
     """Triton, its ptxas and torch, and today's date."""
-    report = subprocess.check_output([get_ptxas(90).path, "--version"], text=True)
-    release = re.search(r"release [\d.]+, (V[\d.]+)", report)
-    ptxas = release.group(1) if release else "of unknown version"
+    paths = dict.fromkeys(get_ptxas(capability).path for capability in capabilities)
+    reports = [subprocess.check_output([path, "--version"], text=True) for path in paths]
+    releases = [re.search(r"release [\d.]+, (V[\d.]+)", report) for report in reports]
+    ptxas = " and ".join(release.group(1) if release else "of unknown version" for release in releases)
     return (
         f"Triton {triton.__version__} with its ptxas {ptxas}, torch {torch.__version__}, "
         f"{datetime.date.today().isoformat()}."
@@ -338,11 +371,14 @@ def versions() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Registers, spills and shared memory of the Triton kernels.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only calls whose name contains it")
+    parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--out", type=Path, help="write a Markdown file too")
     options = parser.parse_args()
-    lines = ["# Resources of the Triton kernels", "", INTRODUCTION, versions(), ""]
+    chosen = " ".join(map(str, (*options.architectures, "--out FILE", *options.names)))
+    introduction = INTRODUCTION.replace("--out FILE", f"--architectures {chosen}")
+    lines = ["# Resources of the Triton kernels", "", introduction, versions(options.architectures), ""]
     print("\n".join(lines))
-    for row in table(options.names):
+    for row in table(options.names, options.architectures):
         print(row, flush=True)
         lines.append(row)
     if options.out:

@@ -226,6 +226,36 @@ def test_mamba3_equals_its_recurrence(variant: str, more: dict[str, Any]) -> Non
         assert all(relative(a, b) <= 1e-12 for a, b in zip(rest, state[1:], strict=True))
 
 
+@pytest.mark.parametrize("begins", [None, 7], ids=["one document", "two documents"])
+@pytest.mark.parametrize("variant", ["mamba3", "mamba3, mimo"])
+def test_gradients_of_mamba3_are_those_of_its_recurrence(variant: str, begins: int | None) -> None:
+    """The loss is one of outputs and final states, angles too; a document begins in the second row alone."""
+    mixer, n = make_model(variant, d_state=10).layers[0].mixer, 24
+    x = torch.randn(2, n, 12, dtype=torch.float64, requires_grad=True)
+    start = [torch.randn_like(s) for s in mixer.initial_state(2, torch.float64, torch.device("cpu"))]
+    leaves = [x, *(s.requires_grad_() for s in start), *mixer.parameters()]
+    seq_idx = torch.zeros(2, n, dtype=torch.int32)
+    if begins is not None:
+        seq_idx[1, begins:] = 1
+
+    def loss(y: torch.Tensor, state: tuple) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        outputs = (y, *state)
+        weights = (torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in outputs)
+        return sum((t * weight).sum() for t, weight in zip(outputs, weights, strict=True))
+
+    state, outputs = tuple(start), []
+    for t in range(n):
+        first = torch.tensor([False, t == begins])
+        state = tuple(s.masked_fill(first.view(2, *[1] * (s.dim() - 1)), 0) for s in state)
+        y, state = mamba3_step(mixer, x[:, t], state)
+        outputs.append(y)
+    expected = torch.autograd.grad(loss(torch.stack(outputs, dim=1), state), leaves)
+    result = mixer(x, tuple(start), seq_idx=None if begins is None else seq_idx)
+    for gradient, value in zip(torch.autograd.grad(loss(*result), leaves), expected, strict=True):
+        assert relative(gradient, value) <= 1e-11
+
+
 @pytest.mark.parametrize("variant", ["mamba3", "mamba3, mimo"])
 def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> None:
     mixer, x = make_model(variant).layers[0].mixer, torch.randn(2, 9, 12, dtype=torch.float64)

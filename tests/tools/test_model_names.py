@@ -15,7 +15,7 @@ from adjoint import releases
 from adjoint.cli import main
 from adjoint.errors import UserError
 from adjoint.tools.doctor import model_support
-from adjoint.tools.doctor.model_names import NAMES, NAMES_BY_FAMILY, NOTES, OWN_CODE
+from adjoint.tools.doctor.model_names import AS_STACKS, NAMES, NAMES_BY_FAMILY, NOTES, OWN_CODE
 from adjoint.tools.doctor.tested_classes import CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models_classes.md"
@@ -39,7 +39,7 @@ def test_every_class_of_a_name_exists() -> None:
     loadable = model_types()
     names = {name for row in NAMES.values() for name in row.split()}
     of_fla = {name for name in names if name.startswith("fla.models.")}
-    assert not names - of_fla - OWN_CODE - loadable.keys()
+    assert not names - of_fla - OWN_CODE - AS_STACKS.keys() - loadable.keys()
     assert not OWN_CODE & loadable.keys(), "transformers has the class now"
     assert of_fla <= CLASSES.keys()
     assert set(NOTES) <= names
@@ -84,6 +84,9 @@ def test_each_name_is_in_one_family_and_spelled_apart() -> None:
         ("RWKV7ForCausalLM", ["RWKV7ForCausalLM"]),
         ("bailing_hybrid", ["BailingHybridForCausalLM"]),
         ("GraniteMoeHybridForCausalLM", ["GraniteMoeHybridForCausalLM"]),
+        ("Evo2", ["vortex.StripedHyena"]),
+        ("evo2_7b_262k", ["vortex.StripedHyena"]),
+        ("StripedHyena 2", ["vortex.StripedHyena"]),
         ("Ring-mini-linear-2.0", ["BailingMoeLinearV2ForCausalLM"]),
     ],
 )
@@ -112,6 +115,9 @@ def test_outcomes_become_answers() -> None:
     assert exact.supported and "exact to" in exact.explanation and "recurrent states" in exact.explanation
     refused = model_support.support_of("OpenAIGPTLMHeadModel")
     assert refused.supported is False and "refused: the gradient of 13 tokens" in refused.explanation
+    for name in AS_STACKS:
+        answer = model_support.support_of(name)
+        assert answer.supported and "a Stack: adjoint.Stack.from_vortex" in answer.explanation
     for name in ("BltForCausalLM", "NoSuchClass", *OWN_CODE):
         assert model_support.support_of(name).supported is None
 

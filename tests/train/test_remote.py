@@ -150,7 +150,16 @@ def test_addresses_that_cannot_be_reached_are_told_in_one_line(
 
     assert "bucketless:// is no kind of address" in error_of(run__dir="bucketless://x/run")
     assert "bucketless:// is no kind of address" in error_of(data__path="bucketless://x/text.txt")
-    assert "names no bucket" in error_of(run__dir="s3://")
+    for address, remedy in {
+        "s3://": "s3://: names no bucket; write an address such as s3://bucket/folder",
+        "gs:///": "gs://: names no bucket; write an address such as gs://bucket/folder",
+        "s3:///runs": "s3:///runs/config.yaml: names no bucket; write an address such as s3://bucket/folder",
+        "memory://": "memory://: names no folder; write an address such as memory://folder",
+        "s3:/runs": "s3:/runs/config.yaml: names no bucket; write an address such as s3://bucket/folder",
+    }.items():
+        assert error_of(run__dir=address) == f"error: {remedy}\n"
+    assert error_of(run__resume="s3://").startswith("error: s3://: names no bucket")
+    assert error_of(data__path="s3://").startswith("error: s3://: names no bucket")
     monkeypatch.chdir(tmp_path)
     for text in ("S3://bucket/run", str(Path("gs://bucket/run"))):
         assert text in error_of(run__dir=text) and not Path(text).exists(), "no folder of this machine"

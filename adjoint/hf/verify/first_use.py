@@ -42,7 +42,7 @@ from adjoint.engine.verification import (
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import DOCUMENT_INPUTS, REMEDIES, Call, CallKind, Padding
+from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
@@ -53,6 +53,7 @@ from adjoint.hf.model_parts import (
     current_holding,
     current_weights,
     current_weights_type,
+    forward_parameters,
     is_of_library,
     layers_of,
     original_class,
@@ -75,6 +76,7 @@ from adjoint.hf.verify.trial_copy import (
 from adjoint.hf.verify.trial_gradients import GradientFunction, gradient_functions, gradients_by_autograd
 from adjoint.hf.verify.trials import (
     ignores_input,
+    keeps_documents_apart,
     refuse_if_documents_mix,
     refuse_left_padding,
     reproduces_padding,
@@ -153,14 +155,19 @@ class Verification:
     def compute_once(self, key: Hashable, find: Callable[..., T], *args: object) -> T:
         """Return find(*args), which is called once for each key; an error is not remembered."""
         if key not in self.results:
-            before = ForwardState(self.model, self.snapshot)
-            with _without_fallback_warnings(), full_float32():
-                result = find(*args)
-            # Trials may change settings: RecurrentGemma's own forward stores a state in its mixers.
-            before.restore_settings(Snapshot(self.model), hooks=False)
-            self.results[key] = result
+            self.results[key] = self.without_traces(find, *args)
         computed: T = self.results[key]
         return computed
+
+    def without_traces(self, find: Callable[..., T], *args: object) -> T:
+        """Return find(*args), a trial; settings of the model are as before.
+
+        Trials may change them: RecurrentGemma's own forward stores a state in its mixers."""
+        before = ForwardState(self.model, self.snapshot)
+        with _without_fallback_warnings(), full_float32():
+            result = find(*args)
+        before.restore_settings(Snapshot(self.model), hooks=False)
+        return result
 
     def examine_once(self, find: Callable[[PreTrainedModel], T]) -> T:
         """Return find(model), called once with the original forwards; it may run the model's modules."""
@@ -293,7 +300,7 @@ def verify(call: Call) -> Verification:
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model, rests=True)
-    _refuse_different_parts(call, verification.holding)
+    refuse_different_parts(call, verification.holding)
     refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
@@ -305,8 +312,13 @@ def verify(call: Call) -> Verification:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
-    needs = kind.padded, call.reads_padding, call.is_padded_left, call.is_packed
-    padded, reads_padding, is_padded_left, is_packed = map(bool, current_weights(model).largest(*needs))
+    names = tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in call.provided])
+    packed_key = "packed", names, call.arguments.get("use_cache")
+    tries_documents = call.is_packed and packed_key not in verification.results
+    needs = kind.padded, call.reads_padding, call.is_padded_left, tries_documents
+    padded, reads_padding, is_padded_left, any_tries_documents = map(
+        bool, current_weights(model).largest(*needs)
+    )
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
     def compare_gradients(kind: CallKind) -> float:
@@ -336,17 +348,16 @@ def verify(call: Call) -> Verification:
     if is_padded_left:
         with in_eval_mode(model):
             verification.compute_once("padded at the left", refuse_left_padding, model)
-    if is_packed:
+    if any_tries_documents:
         with in_eval_mode(model):
-            names = tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
-            use_cache = call.arguments.get("use_cache")
-            verification.compute_once(
-                ("packed", names, use_cache), warn_if_documents_mix, model, names, use_cache
-            )
+            if tries_documents:
+                verification.compute_once(packed_key, warn_if_documents_mix, model, *packed_key[1:])
+            else:  # for another rank
+                verification.without_traces(keeps_documents_apart, model, ("position_ids",), False)
     return verification
 
 
-def _refuse_different_parts(call: Call, holding: Holding) -> None:
+def refuse_different_parts(call: Call, holding: Holding) -> None:
     """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
 
     Their collectives would not meet, or add up parts of different tokens.
@@ -361,11 +372,13 @@ def _refuse_different_parts(call: Call, holding: Holding) -> None:
         ("the method", repr(wrap_state_or_original(model).method)),
         ("whether gradients are on", torch.is_grad_enabled()),
     ]
-    for name, value in call.arguments.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        described_call.append(
-            (name, (*value.shape, digest([local(value)])) if is_tensor else describe(value))
-        )
+    argument_names = {*forward_parameters(model), *SUPPORTED_INPUTS, *LABEL_INPUTS, *call.arguments}
+    for name in ("input_ids", *sorted(argument_names - {"input_ids"})):  # some another rank alone may give
+        value = call.arguments.get(name)
+        if isinstance(value, torch.Tensor):
+            described_call.append((name, (*value.shape, digest([local(value)]))))
+        else:
+            described_call.append((name, describe(value)))
     for group in groups:
         subject = f"{original_class(model).__name__} under tensor parallelism"
         refuse_different_models(model.named_modules(), group, device_of(model), subject, described_call)
@@ -387,7 +400,7 @@ def verify_pieces(call: Call) -> Verification:
     check.refuse_unreadable_weights(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
-    _refuse_different_parts(call, verification.holding)
+    refuse_different_parts(call, verification.holding)
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)

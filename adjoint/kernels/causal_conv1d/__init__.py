@@ -1,5 +1,7 @@
 """Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,9 +10,13 @@ from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.causal_conv1d import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
 
+LONGEST = 1024  # taps: beyond, an FFT would do less
+SHORT = 8  # taps; with more the operation has other kernels, and so a trial of its own
+
 
 def _forward(x, weight, bias, initial_state, reset, silu, backend):
-    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    operation = "causal_conv1d" if weight.shape[1] <= SHORT else "long_conv1d"
+    code = dispatch.choose(operation, backend, x.device, x.dtype)
     y = code.forward(x, weight, bias, initial_state, silu, reset)
     tail = _tail(x, weight.shape[1] - 1, initial_state)
     return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
@@ -21,7 +27,8 @@ def _fake(x, weight, bias, initial_state, reset, silu, backend):
 
 
 def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
-    code = dispatch.choose("causal_conv1d", backend, x.device, x.dtype)
+    operation = "causal_conv1d" if weight.shape[1] <= SHORT else "long_conv1d"
+    code = dispatch.choose(operation, backend, x.device, x.dtype)
     dy = torch.zeros_like(x) if dy is None else dy
     dx, dweight, dbias, dinitial = code.backward(dy, x, weight, bias, initial_state, silu, reset)
     if dtail is not None:  # added in place: autograd would fill a tensor like x with zeros for it
@@ -66,22 +73,23 @@ def causal_conv1d(
         zero where they are not of the last token's document.
 
     Raises:
-        ValueError: a shape does not fit, or d_conv is not from 1 to 16.
+        ValueError: a shape does not fit, or d_conv is not from 1 to 1024.
     """
     if x.dim() != 3 or x.shape[1] == 0:
         raise ValueError(f"x must have shape (batch, seqlen >= 1, channels), got {tuple(x.shape)}")
     batch, seqlen, channels = x.shape
     width = weight.shape[-1]
-    if not 1 <= width <= 16:
-        raise ValueError(f"d_conv must be from 1 to 16, got {width}")
+    if not 1 <= width <= LONGEST:
+        raise ValueError(f"d_conv must be from 1 to {LONGEST}, got {width}")
     checks.shapes(
         weight=(weight, channels, width),
         bias=(bias, channels),
         initial_state=(initial_state, batch, channels, width - 1),
     )
     reset = checks.reset_of(seq_idx, batch, seqlen)
+    operation = "causal_conv1d" if width <= SHORT else "long_conv1d"
     backend, wide, narrow = dispatch.prepare(
-        "causal_conv1d", backend, x, reset=reset, d_conv=width, channels=channels
+        operation, backend, x, reset=reset, d_conv=width, channels=channels
     )
     bias = None if bias is None else bias.to(wide)
     initial = None if initial_state is None else initial_state.to(wide)
@@ -121,10 +129,21 @@ OPERATION = register(
         reference=reference,
         backends={
             "cpu": CPU,
-            "triton": Code("adjoint.kernels.causal_conv1d.triton", limits={"d_conv": 8}),
+            "triton": Code("adjoint.kernels.causal_conv1d.triton.launch", limits={"d_conv": SHORT}),
         },
         saves_states=False,
         under_recompute="recompute",
         trial=trial.causal_conv1d,
+    )
+)
+LONG = register(
+    dataclasses.replace(
+        OPERATION,
+        name="long_conv1d",
+        backends={
+            "cpu": CPU,
+            "triton": Code("adjoint.kernels.causal_conv1d.triton.launch", limits={"d_conv": LONGEST}),
+        },
+        trial=trial.long_conv1d,
     )
 )

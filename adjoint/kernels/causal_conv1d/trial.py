@@ -8,11 +8,24 @@ from adjoint.kernels.trial import Draw, by_name
 
 
 def causal_conv1d(
-    implementation: Implementation, window: int | None, resets: bool, device: torch.device, dtype: torch.dtype
+    implementation: Implementation,
+    window: int | None,
+    resets: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    taps: int = 4,
 ) -> dict[str, Tensor]:
     """Outputs and gradients of 48 channels with 4 taps each, bias, SiLU and state included."""
     d, channels = Draw(device, dtype), 48
     x, dy = d.normal(2, d.seqlen, channels), d.normal(2, d.seqlen, channels)
-    inputs = x, d.wide(channels, 4), d.wide(channels), d.wide(2, channels, 3), True, d.resets(2, resets)
+    weight, bias = d.wide(channels, taps) * (4 / taps) ** 0.5, d.wide(channels)
+    inputs = x, weight, bias, d.wide(2, channels, taps - 1), True, d.resets(2, resets)
     results = implementation.forward(*inputs), *implementation.backward(dy, *inputs)
     return by_name("y dx dweight dbias dinitial_state", results)
+
+
+def long_conv1d(
+    implementation: Implementation, window: int | None, resets: bool, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Outputs and gradients of 48 channels with 128 taps each, bias, SiLU and state included."""
+    return causal_conv1d(implementation, window, resets, device, dtype, taps=128)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adjoint.kernels.cpu import build as cpu_build
@@ -17,6 +18,8 @@ from adjoint.kernels.ssd_scan.reference import ssd_step_gradients
 
 MIN_TOKENS_OF_BLOCK, MIN_STATE_OF_BLOCK = 8, 16  # below, matrix products gain nothing over a recurrence
 ALIGNMENT = 64  # of a cache line, and of the widest vector
+LONGEST_TAPS = 16  # of the convolution that goes token by token; longer filters go by blocks
+MODAL_SEGMENT = 64  # tokens between the saved states of a modal filter
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
@@ -69,6 +72,28 @@ class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
         *((name, _PTR) for name in ("weight", "bias", "initial_state", "y", "reset")),
         ("dy", _Rows),
         *((name, _PTR) for name in ("dx", "dweight", "dbias", "dinitial_state")),
+    ]
+
+
+class _FilterArgs(_Args):  # mirrors FilterArgs in filter.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "channels", "width", "threads")),
+        ("x", _Rows),
+        *((name, _PTR) for name in ("weight", "initial_state", "y", "reset")),
+        ("dy", _Rows),
+        *((name, _PTR) for name in ("dx", "dweight", "dinitial_state")),
+    ]
+
+
+class _ModalArgs(_Args):  # mirrors ModalArgs in modal.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "seqlen", "channels", "order", "threads", "segment")),
+        *((name, _I64) for name in ("window", "halo")),
+        ("u", _Rows),
+        *((name, _PTR) for name in ("pole", "R", "D", "initial_state", "final_state", "y", "checkpoints")),
+        ("reset", _PTR),
+        ("dy", _Rows),
+        *((name, _PTR) for name in ("dfinal_state", "dinitial_state", "du", "dpole", "dR", "dD")),
     ]
 
 
@@ -429,6 +454,10 @@ def _conv_args(x: Tensor, weight: Tensor, silu: bool) -> _ConvArgs:
 
 
 def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
+    if weight.shape[1] > LONGEST_TAPS:
+        y = _filter_forward(x, weight, initial_state, reset)
+        y = y if bias is None else y.add_(bias)
+        return F.silu(y) if silu else y
     y = x.new_empty(x.shape)
     args = _conv_args(x, weight, silu)
     args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
@@ -438,6 +467,13 @@ def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
 
 def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None):
     batch, _, channels = x.shape
+    if weight.shape[1] > LONGEST_TAPS:
+        if silu:
+            y = causal_conv1d_forward(x, weight, bias, initial_state, False, reset)
+            dy = torch.ops.aten.silu_backward(dy.to(y.dtype), y)
+        to_bias = None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(x.dtype)
+        to_x, to_weight, to_state = _filter_backward(dy, x, weight, initial_state, reset)
+        return to_x, to_weight, to_bias, to_state
     args = _conv_args(x, weight, silu)
     dx = x.new_empty(x.shape)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
@@ -449,6 +485,82 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     _function("conv1d", x.dtype)(ctypes.byref(args), 1)
     dweight, dbias = [None if g is None else g.sum(0).to(x.dtype) for g in (dweight, dbias)]
     return dx, dweight, dbias, dinitial
+
+
+def _filter_args(
+    x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None
+) -> _FilterArgs:
+    batch, seqlen, channels = x.shape
+    threads = _threads(batch * -(-seqlen // 256), x.numel() * weight.shape[1])
+    args = _FilterArgs(batch, seqlen, channels, weight.shape[1], threads)
+    args.set_rows(x=x)
+    args.set_pointers(weight=weight, initial_state=initial_state, reset=reset)
+    return args
+
+
+def _filter_forward(x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
+    args, y = _filter_args(x, weight, initial_state, reset), x.new_empty(x.shape)
+    args.set_pointers(y=y)
+    _function("filter", x.dtype)(ctypes.byref(args), 0)
+    return y
+
+
+def _filter_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, channels = x.shape
+    args, dx = _filter_args(x, weight, initial_state, reset), x.new_empty(x.shape)
+    dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
+    dinitial = x.new_zeros(batch, channels, weight.shape[1] - 1)
+    args.set_rows(dy=dy)
+    args.set_pointers(dx=dx, dweight=dweight, dinitial_state=dinitial)
+    _function("filter", x.dtype)(ctypes.byref(args), 1)
+    return dx, dweight.sum(0).to(x.dtype), dinitial
+
+
+def modal_scan_saved_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
+    """States before each segment, channels last: (batch, segments, order, channels)."""
+    return u.shape[0], -(-u.shape[1] // MODAL_SEGMENT), A.shape[1], A.shape[0]
+
+
+def _modal_args(u, A, R, D, reset, checkpoints) -> _ModalArgs:
+    batch, seqlen, channels = u.shape
+    units = batch * -(-channels // _lanes(torch.float64))
+    threads = _threads(units, u.numel() * A.shape[1])
+    args = _ModalArgs(batch, seqlen, channels, A.shape[1], threads, MODAL_SEGMENT)
+    args.set_rows(u=u)
+    args.set_pointers(
+        pole=A.double().exp().t(),
+        R=R.double().t(),
+        D=None if D is None else D.double(),
+        reset=reset,
+        checkpoints=checkpoints,
+    )
+    return args
+
+
+def modal_scan_forward(u, A, R, D, initial_state, reset, save=True):
+    checkpoints = u.new_empty(modal_scan_saved_shape(u, A)) if save else None
+    args = _modal_args(u, A, R, D, reset, checkpoints)
+    y, final_state = u.new_empty(u.shape), u.new_empty(u.shape[0], *A.shape)
+    args.set_pointers(initial_state=initial_state, final_state=final_state, y=y)
+    _function("modal", u.dtype)(ctypes.byref(args), 0)
+    return y, final_state, checkpoints
+
+
+def modal_scan_backward(dy, dfinal_state, u, A, R, D, initial_state, reset, checkpoints, window, halo=0):
+    batch, seqlen, channels = u.shape
+    args = _modal_args(u, A, R, D, reset, checkpoints)
+    args.window, args.halo = _effective(window, seqlen), halo
+    du, dinitial = u.new_empty(u.shape), u.new_empty(batch, *A.shape)
+    dpole, dR = [u.new_empty(batch, A.shape[1], channels, dtype=torch.float64) for _ in range(2)]
+    dD = None if D is None else u.new_empty(batch, channels, dtype=torch.float64)
+    args.set_rows(dy=dy)
+    args.set_pointers(dfinal_state=dfinal_state, dinitial_state=dinitial, du=du, dpole=dpole, dR=dR, dD=dD)
+    _function("modal", u.dtype)(ctypes.byref(args), 1)
+    dA = dpole.sum(0).t() * A.double().exp()
+    dD = None if dD is None else dD.sum(0).to(u.dtype)
+    return du, dA.to(u.dtype), dR.sum(0).t().to(u.dtype), dD, dinitial
 
 
 def _delta_args(q, k, v, g, beta, initial_state, reset) -> _DeltaArgs:

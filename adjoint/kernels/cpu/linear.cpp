@@ -110,12 +110,16 @@ template <class T> struct Linear {
         if (last && !lasted) row(first, stop, [=](int64_t i, int64_t, int) { wide[i] = in_double<T>(R[i]); });
         const bool opens = WINDOWED && t % W == 0, closes = t == T_ - 1 || (WINDOWED && t % W == W - 1);
         const bool joined = WINDOWED && !opens && (t / W + 1) * W < T_, own = t < owned, scalar = s.a_width == 1;
+        const int64_t ahead = t > 1 ? s.d_state : 0;  // to the next row: the processor does not expect rows in reverse
         const T *dh = at(s.dh, b, t, s.d_state), *before = zeros.data();
         if (t) before = at(s.h, b, t - 1, s.d_state);
         else if (s.initial_state) before = (const T*)s.initial_state + b * s.d_state;
         T *db = at(s.db, b, t, s.d_state), *da = at(s.da, b, t, scalar ? blocks() : s.d_state) + (scalar ? first : 0);
         const auto token = [&](auto lasts) { row(first, stop, [=, decay = decay(b, t), next = decay(b, t + !closes), sum = sums(t + W - 1)](int64_t i, int64_t n, int width) {
           const Vt g = load<T>(dh + n, width), a = decay(n, width);
+          __builtin_prefetch(dh + n - ahead), __builtin_prefetch(before + n - ahead);
+          if (scalar) __builtin_prefetch(db + n - ahead, 1);
+          else __builtin_prefetch(decay.a + n);
           if (!lasts) R[i] = closes ? g : add_decayed(next(n, width), R[i], g);
           else if (closes) wide[i] = in_double<T>(g), R[i] = g;
           else decay_and_add(wide[i], next(n, width), g), R[i] = rounded<T>(wide[i]);

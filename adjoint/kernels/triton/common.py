@@ -267,23 +267,28 @@ class _Variable:
                     os.environ.update({} if self.before is None else {self.name: self.before})
 
 
-# Triton's compiler reads it, and its cache on disk keeps what it compiles with and without it apart.
-DISABLE_WGMMA = _Variable("DISABLE_MMA_V3")
+# Triton's compiler reads them, and its cache on disk keeps what it compiles with and without them apart.
+DISABLE_WGMMA, DISABLE_TCGEN05 = _Variable("DISABLE_MMA_V3"), _Variable("DISABLE_MMA_V5")
+ASYNCHRONOUS_PRODUCTS = {9: DISABLE_WGMMA, 10: DISABLE_TCGEN05}  # by a GPU's major compute capability
 
 
-def without_wgmma(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Compile kernels that are launched inside without Hopper's asynchronous matrix products (wgmma), if `x`
-    is on such a GPU: mma.sync serves instead, as on other GPUs.
+def without_asynchronous_products(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Compile kernels that are launched inside without the asynchronous matrix products of the GPU that `x`
+    is on: mma.sync serves instead, as on other GPUs.
 
-    With wgmma, kernels that chain several small products give wrong numbers or read outside shared memory;
-    which of them do depends on Triton's version, the dtype and the number of warps. Seen on an H100 with
-    Triton 3.6; others report it of 3.4 to 3.7 (https://github.com/triton-lang/triton/issues/11366)."""
-    return DISABLE_WGMMA.set() if _is_hopper(x.device) else contextlib.nullcontext()
+    With wgmma, Hopper's, kernels that chain several small products give wrong numbers or read outside shared
+    memory; which of them do depends on Triton's version, the dtype and the number of warps. Seen on an H100
+    with Triton 3.6; others report it of 3.4 to 3.7 (https://github.com/triton-lang/triton/issues/11366).
+    With tcgen05, that of sm_100 and sm_103, Triton 3.7.1 fails to compile some of these kernels. sm_120 and
+    sm_121 have neither."""
+    variable = ASYNCHRONOUS_PRODUCTS.get(_major_capability(x.device))
+    return contextlib.nullcontext() if variable is None else variable.set()
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _major_capability(device: torch.device) -> int:
+    """Return the first number of a GPU's compute capability; 0 of another device."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 One row per name; its classes are separated by spaces, the one with the most inputs first. Sources: the
 checkpoints that transformers' configurations name, and the `architectures` of published config.json files.
-Classes of flash-linear-attention begin with "fla.models."; those of `OWN_CODE` are in no library.
+Classes of flash-linear-attention begin with "fla.models."; those of `OWN_CODE` are in no library, those of
+`AS_STACKS` become a `Stack`.
 Whether a class is supported is in `tested_classes`, which a script writes.
 """
 
@@ -93,6 +94,8 @@ NAMES_BY_FAMILY: dict[str, dict[str, str]] = {
         "Samba": "fla.models.SambaForCausalLM",
         "Phi-4-mini-flash": "Phi4FlashForCausalLM",
         "StripedHyena": "StripedHyenaModelForCausalLM",
+        "StripedHyena 2": "vortex.StripedHyena",
+        "Evo 2": "vortex.StripedHyena",
     },
     "short convolutions": {
         "LFM2": "Lfm2ForCausalLM Lfm2MoeForCausalLM",
@@ -176,6 +179,12 @@ OWN_CODE = frozenset({
     "Plamo2ForCausalLM",
     "StripedHyenaModelForCausalLM",
 })  # fmt: skip
+
+# Classes whose files are read as a `Stack`, and how; tests compare it with the class itself.
+AS_STACKS: dict[str, str] = {
+    "vortex.StripedHyena": "a Stack: adjoint.Stack.from_vortex(FILE, SETTINGS) reads its files; gradients by "
+    "chunks are those of vortex to 1e-10 in float64",
+}
 
 # What to know before a class loads.
 NOTES: dict[str, str] = {

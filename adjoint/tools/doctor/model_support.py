@@ -18,7 +18,7 @@ from pathlib import Path
 
 from adjoint import releases
 from adjoint.errors import UserError
-from adjoint.tools.doctor.model_names import NAMES, NOTES, OWN_CODE
+from adjoint.tools.doctor.model_names import AS_STACKS, NAMES, NOTES, OWN_CODE
 from adjoint.tools.doctor.tested_classes import CLASSES
 from adjoint.train.places import is_local_model
 
@@ -90,6 +90,8 @@ def look_up(query: str) -> Answer:
 def support_of(name: str) -> ClassSupport:
     """Return what is known of a class."""
     note = f"; {NOTES[name]}" if name in NOTES else ""
+    if name in AS_STACKS:
+        return ClassSupport(name, True, AS_STACKS[name] + note)
     if name in OWN_CODE:
         said = "in no library: the model's own code (trust_remote_code), which `wrap` compares on first use"
         return ClassSupport(name, None, said + note)
@@ -138,7 +140,7 @@ def _spellings() -> dict[str, tuple[str, list[str]]]:
     for name in CLASSES:
         table[_spelled(name)] = (name, [name])
         table.setdefault(_spelled(name.removeprefix(FLA)), (name, [name]))
-    for name in OWN_CODE:
+    for name in (*OWN_CODE, *AS_STACKS):
         table.setdefault(_spelled(name), (name, [name]))
     types: dict[str, list[str]] = {}
     for name, (model_types, _, _) in CLASSES.items():

@@ -5,7 +5,7 @@ go through them one after another, a program for some columns of each head. Prod
 dtype (float32 inputs: three-fold TF32), sums, states and the triangular systems are float32. Pairs of
 tokens, of which a chunk has four kinds, are most of the work: they are computed once in the forward and once
 in the backward, and kept in the inputs' dtype until that is done. On Hopper wgmma is left out
-(`common.without_wgmma`). Tile sizes and warps are reasoned, not tuned.
+(`common.without_asynchronous_products`). Tile sizes and warps are reasoned, not tuned.
 """
 
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -76,7 +76,7 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     """
     call = _Call(k, v, reset)
     q, k, v, a, b, g = common.rows_dense(q, k, v, a, b, g)
-    with common.on_device(v), common.without_wgmma(v):
+    with common.on_device(v), common.without_asynchronous_products(v):
         _, _, U, W = call.solved(k, v, a, b, g)
         states = torch.empty(dplr_delta_rule_saved_shape(k, v), dtype=call.acc, device=v.device)
         read, final = torch.empty_like(U), call.empty(v, call.d_k, call.d_v)
@@ -104,7 +104,7 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     dq, dk, dv, da, db, dg = (
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, a, b, g)
     )
-    with common.on_device(v), common.without_wgmma(v):
+    with common.on_device(v), common.without_asynchronous_products(v):
         a_keys, inverses, U, W = call.solved(k, v, a, b, g)
         q_keys, q_writes = call.queried(q, k, b, g)
         read, d_read = torch.empty_like(U), torch.empty_like(U)

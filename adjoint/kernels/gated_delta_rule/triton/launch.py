@@ -3,8 +3,8 @@
 Chunks of 64 tokens, as in the reference. What is inside a chunk is done for all of them at once; the states
 go through them one after another, a program for some columns of each head. Products take the inputs' 16-bit
 dtype (float32 inputs: three-fold TF32), sums, states and the triangular systems are float32. On Hopper
-wgmma is left out (`common.without_wgmma`), with which an H100 was faster, by a quarter for one decay per head
-and by half for one per channel, and wrong. Tile sizes and warps are reasoned, not tuned.
+wgmma is left out (`common.without_asynchronous_products`), with which an H100 was faster, by a quarter for
+one decay per head and by half for one per channel, and wrong. Tile sizes and warps are reasoned, not tuned.
 """
 
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -56,7 +56,7 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     call = _Call(k, v, g, reset)
     q, k, v = common.rows_dense(q, k, v)
     g, beta = g.contiguous(), beta.contiguous()
-    with common.on_device(v), common.without_wgmma(v):
+    with common.on_device(v), common.without_asynchronous_products(v):
         _, U, W = call.solved(k, v, g, beta)
         states = torch.empty(gated_delta_rule_saved_shape(k, v), dtype=call.acc, device=v.device)
         written, final = torch.empty_like(U), call.empty(v, call.d_k, call.d_v)
@@ -84,7 +84,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     with_do = (q.stride()[:3], k.stride()[:3], do.stride()[:3], g.stride()[:3])
-    with common.on_device(v), common.without_wgmma(v):
+    with common.on_device(v), common.without_asynchronous_products(v):
         inverses, U, W = call.solved(k, v, g, beta)
         written, d_written = torch.empty_like(U), torch.empty_like(U)
         backward.written_kernel[call.grid(call.constants["NV"])](

@@ -200,7 +200,7 @@ def selective_scan_forward(
             ACC=common.tl_dtype(acc),
             num_warps=warps,
             num_stages=1,
-            maxnreg=_registers(registers, acc) if n <= 16 or n > 128 or reset is not None else None,
+            maxnreg=_registers(registers, acc),
         )
 
     with common.on_device(u):

@@ -36,7 +36,8 @@ INNER = {2: 32, 4: 32, 8: 16}
 OUTER = {2: 64, 4: 64, 8: 16}
 WARPS = 4
 # Stages of the pipelined loops, by the size of the inputs' elements: a loop's tiles are loaded so many turns
-# ahead, less one, into shared memory, of which two programs a multiprocessor leave 82 KB each (sm_80) or 114.
+# ahead, less one, into shared memory, of which two programs a multiprocessor leave 82 KB each (sm_80), 114
+# (sm_90, sm_100) or 49 (sm_120).
 # Three-fold TF32 holds so many operands that ptxas spills when it has stages to look after too.
 STAGES = {2: 3, 4: 1, 8: 1}
 # What else is measured on a GPU for 16-bit inputs: as deep as fits there, or with more left for the cache.
@@ -84,7 +85,7 @@ def _tile(x: torch.Tensor, d_state: int) -> tuple[dict[str, Any], dict[str, Any]
 
 def candidates(stages: int, capability: int) -> tuple[int, int]:
     """Numbers of stages to choose from on a device, the one for where nothing can be measured first."""
-    return stages, DEEP if capability >= 90 else SHALLOW
+    return stages, DEEP if 90 <= capability < 120 else SHALLOW
 
 
 _PICKED: dict[tuple[Any, ...], int] = {}

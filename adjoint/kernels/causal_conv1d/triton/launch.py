@@ -26,9 +26,11 @@ Parameters of the kernels that are not obvious:
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from adjoint.kernels.causal_conv1d.triton.filter import filter_backward, filter_forward
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import registered
 from adjoint.kernels.triton import common
@@ -36,7 +38,8 @@ from adjoint.kernels.triton.common import LENGTHS, sigmoid
 
 TOKENS, CHANNELS = 128, 64  # a program: one warp walks these tokens, two channels a thread
 UNROLL = 4  # tokens loaded at once
-MAX_D_CONV = registered("causal_conv1d").limits("triton")["d_conv"]
+IN_REGISTERS = registered("causal_conv1d").limits("triton")["d_conv"]  # longer filters are `filter`'s
+MAX_D_CONV = registered("long_conv1d").limits("triton")["d_conv"]
 
 
 @triton.jit
@@ -258,10 +261,14 @@ def causal_conv1d_forward(
 
     initial_state (batch, channels, d_conv - 1): the inputs just before, oldest first; None stands for zeros.
     reset (batch, seqlen) bool: taps do not reach back across a token where it is True. Raises ValueError for
-    d_conv above 8."""
+    d_conv above 1,024."""
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
     x, bias = common.last_contiguous(x), common.dense(bias)
+    if d_conv > IN_REGISTERS:
+        y = filter_forward(x, weight, initial_state, reset)
+        y = y if bias is None else (y + bias).to(x.dtype)
+        return F.silu(y) if silu else y
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
     y = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     with common.on_device(x):
@@ -308,6 +315,13 @@ def causal_conv1d_backward(
     batch, seqlen, channels = x.shape
     d_conv = _check(x, weight)
     dy, x, bias = common.last_contiguous(dy), common.last_contiguous(x), common.dense(bias)
+    if d_conv > IN_REGISTERS:
+        if silu:
+            p = causal_conv1d_forward(x, weight, bias, initial_state, False, reset)
+            dy = torch.ops.aten.silu_backward(dy, p)
+        filter_dbias = None if bias is None else dy.sum((0, 1), dtype=torch.float64).to(bias.dtype)
+        filter_dx, filter_dweight, filter_dstate = filter_backward(dy, x, weight, initial_state, reset)
+        return filter_dx, filter_dweight, filter_dbias, filter_dstate
     state = initial_state.contiguous() if initial_state is not None and d_conv > 1 else None
     acc = accumulate_dtype(x.dtype)
     stretches = triton.cdiv(seqlen + d_conv - 1, TOKENS)

@@ -1,0 +1,82 @@
+"""Agreement of ranks that gather weights together (`fully_shard`, ZeRO-3) on the calls that they make.
+
+Such ranks gather every weight at the same time, so they run the same trials and the same number of chunks.
+One may have documents or padding where another has none, and all run what any of them needs. A rank that
+gives another argument, or another mode, is refused: it would run a trial that the others do not wait for."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from adjoint.errors import UserError
+from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, SUPPORTED_INPUTS, Call
+from adjoint.hf.language_inputs import POSITIONS
+from adjoint.hf.model_parts import (
+    current_holding,
+    current_weights,
+    forward_parameters,
+    original_class,
+    root_of,
+)
+from adjoint.hf.original_forward import holds_tokens
+from adjoint.hf.wrap_state import CallNeeds
+from adjoint.parallel.agreement import describe
+
+# Arguments that some ranks may give and others not, and one that changes nothing but the output's type.
+FREE_ARGUMENTS = {*DOCUMENT_INPUTS, "attention_mask", "return_dict"}
+OTHER_ARGUMENTS = "arguments that its forward does not name"
+
+
+def agree_on_call(call: Call) -> CallNeeds | None:
+    """Return what the calls of all ranks need that gather this model's weights; None if none do.
+
+    It is None as well for one token after a cache, as in generation: there nothing is tried, and ranks that
+    hold all weights meanwhile may generate different numbers of tokens.
+
+    Raises:
+        UserError: the ranks' calls differ in an argument or a mode; all of them raise it.
+    """
+    if not (kind := current_holding(call.model).kind).is_gathered:
+        return None
+    if (has_past := holds_tokens(call.cache)) and call.seqlen == 1:
+        return None
+    weights, described = current_weights(call.model), _describe(call)
+    number = zlib.crc32(repr(described).encode())
+    is_padded = call.begins_with_padding and not call.has_documents and not has_past
+    padded = [is_padded and call.has(POSITIONS) == has_positions for has_positions in (False, True)]
+    high, low, documents, *padded_anywhere = weights.largest(number, -number, call.has_documents, *padded)
+    if high != -low:
+        numbers = [zlib.crc32(repr(value).encode()) for value in described.values()]
+        bounds = weights.largest(*numbers, *(-n for n in numbers))
+        highest, lowest = bounds[: len(numbers)], bounds[len(numbers) :]
+        names = [n for n, a, b in zip(described, highest, lowest, strict=True) if a != -b]
+        raise UserError(
+            f"{original_class(call.model).__name__} under {kind.name}: all ranks run a call together, and "
+            f"their calls differ in {', '.join(names)}: give the same arguments in the same mode on all ranks"
+        )
+    without_positions, with_positions = map(bool, padded_anywhere)
+    return CallNeeds(bool(documents), without_positions, with_positions)
+
+
+def _describe(call: Call) -> dict[str, object]:
+    """Map names to what must be the same on all ranks: which arguments are given, flags, and modes."""
+    named = {*forward_parameters(call.model), *SUPPORTED_INPUTS, *LABEL_INPUTS}
+    described: dict[str, object] = {
+        name: value if isinstance(value := call.arguments.get(name), bool) else value is not None
+        for name in sorted(named - FREE_ARGUMENTS)
+    }
+    positions = call.arguments.get(POSITIONS)
+    return {
+        **described,
+        "the components of position_ids": len(positions)
+        if isinstance(positions, Tensor) and positions.dim() == 3
+        else 1,
+        OTHER_ARGUMENTS: sorted(call.provided - named),
+        "whether gradients are on": torch.is_grad_enabled(),
+        "training or evaluation mode": root_of(call.model).training,
+        "the method": repr(vars(call.model)["_adjoint"].method),
+        "the outputs asked for": describe(call.extra_outputs),
+    }
