@@ -23,7 +23,7 @@ class RecordedTile:
     """The recorder and the memory that attention in a recording needs, and the tile that is replayed.
 
     Args:
-        run_between: as in `programs.Recorder`.
+        run_between: as in `recorder.Recorder`.
         allocate: returns memory that no other value of the tile has, of a shape and dtype.
 
     Attributes:

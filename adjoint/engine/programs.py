@@ -13,13 +13,10 @@ that cannot be recorded run by the stage itself."""
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import dataclasses
-import gc
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Literal, NamedTuple
 
@@ -27,14 +24,26 @@ import torch
 from torch import Tensor, nn
 
 from adjoint.batch import Batch, are_values_unknown
+from adjoint.engine.arena import (
+    ArenaTooSmall,
+    ExtraMemory,
+    Shapes,
+    Slots,
+    Spec,
+    copies_by_one_launch,
+    copy_all,
+    copy_pairs,
+    specs_of,
+    without_nones,
+)
 from adjoint.engine.attention_between import RecordedTile
 from adjoint.engine.decay import Decays
 from adjoint.engine.layer_run import LayerRun
+from adjoint.engine.recorder import RECORDERS, Recorder, Replay
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import recurrent_part
 from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import (
-    MAX_COMPENSATED_NUMEL,
     MAX_PLAIN_ADDITIONS,
     Cotangents,
     Gradients,
@@ -47,81 +56,13 @@ from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 from adjoint.loss import WeightSum
 
-Replay = Callable[[], None]
 # "linearize_again" leaves out what only its output needs: see `Stage.linearize_again`. "linearize_adding" is
 # of a loss whose cotangent is known: the head adds to its weight's sum at once (`Gradients.weight_sum`).
 Mode = Literal["forward", "linearize", "linearize_again", "linearize_adding"]
-ALIGNMENT = 256  # bytes, as of a tensor that torch allocates on a GPU
 MAX_KINDS = 64  # of tiles that are remembered: lengths that never come again would collect
 PLAIN_WEIGHTS = "plain tensors"  # the name of `Weights` itself
 # Largest relative difference of a replay from what the stage itself computes.
 MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-WORD = 4  # bytes that copies of any dtype are counted in
-
-
-class Recorder(abc.ABC):
-    """A way to record what a function asks of the device."""
-
-    @abc.abstractmethod
-    def record(self, function: Callable[[], None]) -> Replay:
-        """Return a function that asks the device for the same again, on the same memory.
-
-        Whether the device has carried out the function's own requests is not defined."""
-
-    @abc.abstractmethod
-    def run_between(self, run: Callable[[], None]) -> None:
-        """Have each replay call `run` here; only inside of a function that is recorded."""
-
-
-class CUDAGraphs(Recorder):
-    """Recordings as CUDA graphs, which share the memory between their inputs and results."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
-        self.parts = list[Replay]()
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def record(self, function: Callable[[], None]) -> Replay:
-        # as torch.cuda.graph does: no memory that is still in use or to be freed may get into a recording
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
-        parts = self.parts = list[Replay]()
-        with torch.cuda.stream(self.stream):
-            self._begin()
-            try:
-                function()
-            finally:
-                self._end()
-        if len(parts) == 1:
-            return parts[0]
-
-        def replay() -> None:
-            for run in parts:
-                run()
-
-        return replay
-
-    def run_between(self, run: Callable[[], None]) -> None:
-        self._end()
-        self.parts.append(run)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        # a backward's threads begin and end parts, too; others, of a data loader, may go on calling CUDA
-        self.graph.capture_begin(pool=self.pool, capture_error_mode="relaxed")
-
-    def _end(self) -> None:
-        graph, self.graph = self.graph, None
-        if graph is not None:
-            graph.capture_end()
-            self.parts.append(graph.replay)
-
-
-# Makes the recorder of a type of device.
-RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CUDAGraphs}
 
 
 class GraphSweep(Sweep):
@@ -168,111 +109,6 @@ def refuse_graphs(weights: str, shares_sequence: bool) -> None:
         )
 
 
-class _Spec(NamedTuple):
-    """A tensor's shape and dtype."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def _specs_of(tensors: Iterable[Tensor | None]) -> tuple[_Spec | None, ...]:
-    return tuple([None if t is None else _Spec(t.shape, t.dtype) for t in tensors])
-
-
-class _Places:
-    """Consecutive places in an `Arena`, one per tensor; None for a tensor that is not there.
-
-    Args:
-        start: bytes before the first place.
-    """
-
-    def __init__(self, specs: Sequence[_Spec | None], start: int) -> None:
-        self.specs, self.start, self.stop = specs, start, start
-        self.offsets = list[int]()
-        for spec in specs:
-            self.offsets.append(self.stop)
-            if spec is not None:
-                self.stop += math.ceil(spec.nbytes / ALIGNMENT) * ALIGNMENT
-
-    def views(self, memory: Tensor) -> list[Tensor | None]:
-        """Return the tensors in an arena's `memory` (bytes,), with version counters of their own."""
-        pairs = zip(self.specs, self.offsets, strict=True)
-        return [
-            None if spec is None else memory[a : a + spec.nbytes].view(spec.dtype).view(spec.shape).data
-            for spec, a in pairs
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-    """Shapes of all that a kind of tile reads and writes, as the first ones have shown.
-
-    Attributes:
-        weights: of the tensors of the stage that it reads, if these are copied into the arena.
-        inputs: x, the recurrent state, and what it reads of the chunk.
-        outputs: y and the state after the chunk.
-        results: of the cotangents of x and of the state.
-        cotangents: of y and of the state after the chunk.
-        sums: of the parameters' gradients.
-    """
-
-    weights: tuple[_Spec | None, ...]
-    inputs: tuple[_Spec | None, ...]
-    outputs: tuple[_Spec | None, ...]
-    results: tuple[_Spec | None, ...] = ()
-    cotangents: tuple[_Spec | None, ...] = ()
-    sums: tuple[_Spec | None, ...] = ()
-
-
-class _Slots:
-    """A kind's places in the arena, and the tensors there: the attributes of `_Shapes`, and `excess`.
-
-    `excess` is what rounding has added to the sums that are compensated (`tile.Gradients`). Weights and sums
-    are first, so that other kinds of tiles of the same stage find them there."""
-
-    def __init__(self, shapes: _Shapes, memory: Tensor | None = None) -> None:
-        excess = tuple([s if s is not None and _is_compensated(s) else None for s in shapes.sums])
-        dy, d_after = shapes.cotangents[:1], shapes.cotangents[1:]
-        stop, places = 0, list[_Places]()
-        others = dy, shapes.inputs, shapes.outputs, shapes.results
-        for specs in (shapes.weights, d_after, shapes.sums, excess, *others):
-            places.append(_Places(specs, stop))
-            stop = places[-1].stop
-        self.nbytes, self.front = stop, (shapes.weights, d_after, shapes.sums)
-        self.sums_range = places[2].start, places[3].stop
-        self.later_range = places[1].start, places[3].stop
-        if memory is not None:
-            self.memory = memory
-            views = [p.views(memory) for p in places]
-            self.weights, self.inputs, self.outputs = (_all(views[i]) for i in (0, 5, 6))
-            self.cotangents, self.results = [*views[4], *views[1]], views[7]
-            self.sums, self.excess = views[2], views[3]
-
-    def shares_front(self, other: _Slots | None) -> bool:
-        """Whether weights and sums are in the same places as those of another kind of tile."""
-        return other is not None and self.front == other.front and self.memory is other.memory
-
-
-def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, made by one launch."""
-    copies = [torch.empty_like(t) for t in tensors]
-    _copy(copies, tensors)
-    return copies
-
-
-def _all(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def _is_compensated(spec: _Spec) -> bool:
-    """Whether `Gradients` compensates a sum for rounding from the first chunks on."""
-    return len(spec.shape) < 2 and math.prod(spec.shape) <= MAX_COMPENSATED_NUMEL
-
-
 @dataclasses.dataclass
 class _Summing:
     """Sums in the arena.
@@ -282,7 +118,7 @@ class _Summing:
         pullbacks: how many have added to them.
     """
 
-    slots: _Slots
+    slots: Slots
     stage: Replayed
     gradients: Gradients
     has_sum: list[bool]
@@ -305,34 +141,6 @@ class _Program(NamedTuple):
     has_results: Sequence[bool] = ()
 
 
-class _Extra:
-    """Memory of the arena behind a kind's slots, for one recording.
-
-    Raises:
-        _ArenaTooSmall: there is not enough of it.
-    """
-
-    def __init__(self, slots: _Slots, memory: Tensor) -> None:
-        self.memory, self.start, self.stop = memory, slots.nbytes, slots.nbytes
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        places = _Places([_Spec(torch.Size(shape), dtype)], self.stop)
-        self.stop = places.stop
-        if self.stop > self.memory.numel():
-            # a backward allocates once more what a forward has
-            raise _ArenaTooSmall(2 * (self.stop - self.start))
-        (tensor,) = _all(places.views(self.memory))
-        return tensor
-
-
-class _ArenaTooSmall(Exception):
-    """Attention needs so many bytes of the arena, behind a kind's slots, and there are fewer."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"{nbytes} bytes")
-        self.nbytes = nbytes
-
-
 class _Kind:
     """Tiles of one kind: their shapes, their slots, and a program for each mode.
 
@@ -353,7 +161,7 @@ class _Kind:
     def __init__(self, copies_weights: bool, reads_state: bool) -> None:
         self.copies_weights, self.reads_state, self.failed = copies_weights, reads_state, False
         self.noted: dict[Mode, int] = {}
-        self.shapes: _Shapes | None = None
+        self.shapes: Shapes | None = None
         self.addresses: list[int] = []
         self.has_sum: Sequence[bool] = ()
         self.is_compared, self.is_verified, self.extra_bytes = False, False, 0
@@ -365,7 +173,7 @@ class _Kind:
 
     def drop(self) -> None:
         """Forget the recordings."""
-        self.slots: _Slots | None = None
+        self.slots: Slots | None = None
         self.programs: dict[Mode, _Program] = {}
 
 
@@ -383,7 +191,7 @@ class Programs:
         self.kinds: dict[Hashable, _Kind] = {}
         self.memory: Tensor | None = None
         self.runs = 0  # replays of calls: a tape is valid while this number is its own
-        self.bound: tuple[_Slots, Replayed] | None = None  # whose weights are in the arena
+        self.bound: tuple[Slots, Replayed] | None = None  # whose weights are in the arena
         self.summing: _Summing | None = None
         self.shared_parameters: Set[Tensor] = frozenset()  # of several stages of the step
         self.said = False
@@ -439,7 +247,7 @@ class Programs:
             return None
         device = inputs[0].device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        shapes = *(_specs_of(inputs)), stage.has_own_program, autocast
+        shapes = *(specs_of(inputs)), stage.has_own_program, autocast
         return self.kinds.setdefault(
             (key, shapes), _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk))
         )
@@ -450,8 +258,8 @@ class Programs:
         """Note the shapes of a tile that has run without a recording."""
         kind.noted.setdefault(mode, self.steps)
         if kind.shapes is None:
-            weights = _specs_of(stage.tensors) if kind.copies_weights else ()
-            kind.shapes = _Shapes(weights, _specs_of(inputs), _specs_of([y, *after]))
+            weights = specs_of(stage.tensors) if kind.copies_weights else ()
+            kind.shapes = Shapes(weights, specs_of(inputs), specs_of([y, *after]))
 
     def note_pullback(self, kind: _Kind, stage: Replayed, dy: Tensor | None) -> None:
         """Note the shapes of a pullback that has run without a recording."""
@@ -462,14 +270,14 @@ class Programs:
         results = [next(rest), *[next(rest) if dim is None else None for dim in stage.grows]]
         results = [s if s is not None and s.dtype.is_floating_point else None for s in results]
         sums = [
-            _Spec(p.shape, accumulate_dtype(p.dtype)) if p.requires_grad else None for p in stage.parameters()
+            Spec(p.shape, accumulate_dtype(p.dtype)) if p.requires_grad else None for p in stage.parameters()
         ]
         # recurrent states' cotangents cross edges as sums do
         d_after = [
             s if s is None or dim is not None else s._replace(dtype=accumulate_dtype(s.dtype))
             for s, dim in zip(shapes.outputs[1:], stage.grows, strict=True)
         ]
-        cotangents = *_specs_of([dy]), *d_after
+        cotangents = *specs_of([dy]), *d_after
         kind.shapes = dataclasses.replace(
             shapes, cotangents=cotangents, results=tuple(results), sums=tuple(sums)
         )
@@ -495,7 +303,7 @@ class Programs:
             self.bound = None
             self.bind(kind, stage, inputs)  # a recorder may compute with what is there
             kind.programs[mode] = self._record(kind, mode, stage, chunk)
-        except _ArenaTooSmall as error:
+        except ArenaTooSmall as error:
             kind.extra_bytes = error.nbytes
             kind.drop()
             return None
@@ -518,16 +326,16 @@ class Programs:
     def _make_slots(self, kind: _Kind) -> None:
         assert kind.shapes is not None
         needed = max(
-            _Slots(k.shapes).nbytes + k.extra_bytes for k in self.kinds.values() if k.shapes is not None
+            Slots(k.shapes).nbytes + k.extra_bytes for k in self.kinds.values() if k.shapes is not None
         )
-        if self.memory is None or self.memory.numel() < _Slots(kind.shapes).nbytes + kind.extra_bytes:
+        if self.memory is None or self.memory.numel() < Slots(kind.shapes).nbytes + kind.extra_bytes:
             for other in self.kinds.values():
                 other.drop()
             self.memory = None
             self.memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
-        if kind.slots is None or kind.slots.nbytes != _Slots(kind.shapes).nbytes:
+        if kind.slots is None or kind.slots.nbytes != Slots(kind.shapes).nbytes:
             kind.drop()
-            kind.slots = _Slots(kind.shapes, self.memory)
+            kind.slots = Slots(kind.shapes, self.memory)
 
     def _record(self, kind: _Kind, mode: Mode, stage: Replayed, chunk: Batch) -> _Program:
         """Record a mode of a stage, whose weights stand in the slots meanwhile."""
@@ -537,7 +345,7 @@ class Programs:
         n = sum([dim is None for dim in inner.grows])
         x, *state = slots.inputs[: 1 + n]
         others = slots.inputs[1 + n :]
-        tile = RecordedTile(recorder.run_between, _Extra(slots, self.memory_of_arena()))
+        tile = RecordedTile(recorder.run_between, ExtraMemory(slots, self.memory_of_arena()))
         static_state = tile.pasts(inner.grows, state, others[0] if others else None)
         static_chunk, start = inner.with_program_inputs(chunk, others), chunk.start
         with (
@@ -555,7 +363,7 @@ class Programs:
             gradients = _SlotGradients(stage, slots, slots.cotangents[0] if adds else None)
             tapes, has_results = list[Pullback](), list[bool]()
             call_stage = inner.linearize_again if mode == "linearize_again" else inner.linearize
-            for slot in _all(slots.cotangents):
+            for slot in without_nones(slots.cotangents):
                 slot.zero_()
 
             def linearize() -> None:
@@ -568,7 +376,7 @@ class Programs:
                 dx, d_before = tapes.pop()(dy, tuple(d_after))
                 pairs = list(zip(slots.results, (dx, *d_before), strict=True))
                 has_results.extend([slot is not None and d is not None for slot, d in pairs])
-                _copy_pairs(itertools.compress(pairs, has_results))
+                copy_pairs(itertools.compress(pairs, has_results))
                 gradients.copy_excess()
 
             call = recorder.record(linearize)
@@ -599,7 +407,7 @@ class Programs:
             targets += slots.weights
             sources += stage.tensors
         self.bound = slots, stage
-        _copy(targets, sources)
+        copy_all(targets, sources)
 
     def run_call(
         self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], state: State
@@ -630,11 +438,11 @@ class Programs:
         for slot, d in pairs if has_later else ():
             if d is None:
                 slot.zero_()
-        targets, sources = [slot for slot, d in pairs if d is not None], _all(d for _, d in pairs)
+        targets, sources = [slot for slot, d in pairs if d is not None], without_nones(d for _, d in pairs)
         if is_first:
             self._load_sums(slots, stage, gradients, targets, sources)
             self.summing = _Summing(slots, stage, gradients, [False] * len(slots.sums))
-        _copy(targets, sources)
+        copy_all(targets, sources)
         replay()
         summing = self.summing
         assert summing is not None
@@ -642,10 +450,10 @@ class Programs:
         summing.pullbacks += 1
         if summing.pullbacks == MAX_PLAIN_ADDITIONS:
             self.store_sums()
-        copies = iter(_copies_of(_all(itertools.compress(slots.results, has_results))))
+        copies = iter(copies_by_one_launch(without_nones(itertools.compress(slots.results, has_results))))
         return [next(copies) if is_there else None for is_there in has_results]
 
-    def _leave_others_sums(self, slots: _Slots, gradients: Gradients) -> None:
+    def _leave_others_sums(self, slots: Slots, gradients: Gradients) -> None:
         """Store sums that are in the arena, if they are of another step or in other places."""
         summing = self.summing
         if summing is not None and not (summing.gradients is gradients and summing.slots.shares_front(slots)):
@@ -656,17 +464,17 @@ class Programs:
         slots = kind.slots
         assert slots is not None and gradients.loss_cotangent is not None
         self._leave_others_sums(slots, gradients)
-        targets, sources = _all(slots.cotangents[:1]), [gradients.loss_cotangent]
+        targets, sources = without_nones(slots.cotangents[:1]), [gradients.loss_cotangent]
         if self.summing is None:
             start, stop = slots.sums_range
             slots.memory[start:stop].zero_()
             self._load_sums(slots, stage, gradients, targets, sources)
             self.summing = _Summing(slots, stage, gradients, list(kind.has_sum))
-        _copy(targets, sources)
+        copy_all(targets, sources)
 
     def _load_sums(
         self,
-        slots: _Slots,
+        slots: Slots,
         stage: Replayed,
         gradients: Gradients,
         targets: list[Tensor],
@@ -707,7 +515,7 @@ class Programs:
             if rounding is not None and not is_complete:
                 excess[parameter] = rounding
         copies += [torch.empty_like(t) for t in excess.values()]
-        _copy(copies, [*totals.values(), *excess.values()])
+        copy_all(copies, [*totals.values(), *excess.values()])
         for parameter, total in zip(totals, copies, strict=False):
             gradients.room.pop(parameter, None)
             gradients.sums[parameter] = total
@@ -720,53 +528,10 @@ def differs(a: Tensor, b: Tensor) -> bool:
     return bool(difference > MAX_DIFFERENCE[b.dtype] * torch.linalg.vector_norm(b))
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors by one launch for all that keep their dtypes, and one for all that change it alike.
-
-    The others are copied one by one: those that are not contiguous."""
-    pairs: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        dtypes = target.dtype, source.dtype
-        if not target.numel():
-            continue
-        if not source.is_contiguous():
-            target.copy_(source, non_blocking=True)
-        elif dtypes[0] == dtypes[1] and _has_words(source):
-            group = pairs.setdefault(None, ([], []))
-            group[0].append(_words(target))
-            group[1].append(_words(source))
-        else:
-            group = pairs.setdefault(dtypes, ([], []))
-            group[0].append(target)
-            group[1].append(source)
-    for group in pairs.values():
-        torch._foreach_copy_(*group)
-
-
-def _copy_pairs(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
-    """Copy to the first of each pair from the second, as a part of a recording."""
-    targets, sources = list[Tensor](), list[Tensor]()
-    for target, source in pairs:
-        assert target is not None and source is not None
-        targets.append(target)
-        sources.append(source)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _has_words(tensor: Tensor) -> bool:
-    size = tensor.dtype.itemsize
-    return tensor.numel() > 0 and tensor.nbytes % WORD == 0 and tensor.storage_offset() * size % WORD == 0
-
-
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.int32)
-
-
 class _SlotGradients(Gradients):
     """Sums in a kind's slots, to which its recorded pullbacks add."""
 
-    def __init__(self, stage: Replayed, slots: _Slots, loss_cotangent: Tensor | None) -> None:
+    def __init__(self, stage: Replayed, slots: Slots, loss_cotangent: Tensor | None) -> None:
         super().__init__(loss_cotangent=loss_cotangent)
         self.touched = set[Tensor]()
         self.slot_excess = dict[Tensor, Tensor]()
@@ -805,7 +570,7 @@ class _SlotGradients(Gradients):
         if self.excess.keys() - self.slot_excess.keys():
             raise RuntimeError("a gradient's sum is compensated for rounding, and was not before")
         pairs = [(slot, self.excess[p]) for p, slot in self.slot_excess.items() if self.excess[p] is not slot]
-        _copy_pairs(pairs)
+        copy_pairs(pairs)
 
 
 # ----------------------------------------------------------------------------------------------------- stages
@@ -872,7 +637,7 @@ class Replayed(Stage):
     def _inputs(self, x: Tensor, state: State, chunk: Batch) -> list[Tensor]:
         return [x, *recurrent_part(state, self.grows), *self.stage.program_inputs(chunk, state)]
 
-    def _outputs(self, slots: _Slots, *, copies: bool) -> tuple[Tensor, State]:
+    def _outputs(self, slots: Slots, *, copies: bool) -> tuple[Tensor, State]:
         """Return y and the state after a chunk; append-only pieces, which the slab has, stay in the slots.
 
         Args:
@@ -880,7 +645,7 @@ class Replayed(Stage):
         """
         y, *after = slots.outputs
         if copies:
-            y, *recurrent = _copies_of([y, *recurrent_part(after, self.grows)])
+            y, *recurrent = copies_by_one_launch([y, *recurrent_part(after, self.grows)])
             rest = iter(recurrent)
             after = [next(rest) if dim is None else s for s, dim in zip(after, self.grows, strict=True)]
         return y, tuple(after)

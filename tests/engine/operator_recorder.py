@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from adjoint.engine.programs import Recorder, Replay
+from adjoint.engine.recorder import Recorder, Replay
 
 READS = "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"
 

@@ -293,10 +293,10 @@ def _tensors(tree: Any) -> list[Any]:
 
 
 def graphs(record: WrapState) -> Callable[[], Any]:
-    """Return what makes, in the place of `programs.CUDAGraphs`, recordings of which a replay is one launch.
+    """Return what makes, in the place of `recorder.CUDAGraphs`, recordings of which a replay is one launch.
 
     Their memory is the most that a recorded function has had, as all of them share it."""
-    from adjoint.engine.programs import Recorder as ProgramRecorder
+    from adjoint.engine.recorder import Recorder as ProgramRecorder
 
     class SimulatedGraphs(ProgramRecorder):
         def __init__(self) -> None:
