@@ -53,6 +53,20 @@ MUTATIONS: dict[str, Mutation] = {
         "if kind.copies_weights and bound is None:",
         "tests/engine/test_recorded_tiles.py",
     ),
+    "head-sums": Mutation(
+        "a head that runs twice for a chunk adds to its weight's sum once",
+        "engine/tile.py",
+        "is_added = self.unlisted_leaves.runs_again",
+        "is_added = False",
+        "tests/engine/test_leaves.py",
+    ),
+    "segment-tapes": Mutation(
+        "a budget counts the inputs that segments of layers store",
+        "engine/budget.py",
+        "chunks * (measured.inputs + state)",
+        "chunks * state",
+        "tests/engine/test_segments.py",
+    ),
     "recorded-tapes": Mutation(
         "a tape whose values another recording has overwritten is computed again",
         "engine/programs.py",
