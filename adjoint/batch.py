@@ -98,7 +98,10 @@ class Batch:
         if not self.is_shifted:  # with the label of the next chunk's first token
             reach = slice(start, stop + 1)
             numbers = None if document_numbers is None else document_numbers[:, reach]
-            labels = shift_labels(self.labels[:, reach], numbers)[:, : stop - start]
+            if numbers is None and stop < self.seqlen:
+                labels = self.labels[:, start + 1 : stop + 1]
+            else:
+                labels = shift_labels(self.labels[:, reach], numbers)[:, : stop - start]
         return Batch(
             self.ids[:, tokens],
             labels,

@@ -74,6 +74,7 @@ class Method(Protocol):
         is_exact: whether gradients are backpropagation's, to rounding, whatever its settings.
         has_independent_layers: whether a layer's backward needs no other layer's, so that helpers can share
             it.
+        cuda_graphs: whether what tiles launch is recorded and replayed (see `Exact`).
         pieces: how many pieces of the sequence MLPs, head and loss exist for at a time, where the engine
             does not run the method by chunks; None if they exist whole.
     """
@@ -98,6 +99,10 @@ class Method(Protocol):
 
     @property
     def picks_windows(self) -> bool:
+        return False
+
+    @property
+    def cuda_graphs(self) -> bool:
         return False
 
     @property
@@ -195,7 +200,8 @@ class Exact(Method):
 
     Raises:
         ValueError: chunk_size or checkpoints is not a positive whole number, keep or recompute is none of its
-            three values, memory is no size, or checkpoints comes with a keep other than "edges".
+            three values, memory is no size, checkpoints comes with a keep other than "edges", or cuda_graphs
+            with memory or offload.
     """
 
     name: ClassVar[str] = "exact"
@@ -253,6 +259,13 @@ class Exact(Method):
         "Loss and gradients are those of full rows. With `memory`, and where results would be others, as "
         "with dropout, each row is computed in full.",
     )
+    cuda_graphs: bool = option(
+        False,
+        "on a GPU, record what a layer launches for a chunk, once for all layers of a kind, and replay it as "
+        "a CUDA graph: for short chunks, narrow models or a slow host, for which the GPU waits. Loss and "
+        "gradients are the same. For one process with plain tensors as weights. Chunks with documents or "
+        "padding, dropout, hooks, and layers of your own run as without it. No GPU has run it yet.",
+    )
 
     def __post_init__(self) -> None:
         check_chunk_size(self.chunk_size)
@@ -273,6 +286,9 @@ class Exact(Method):
             raise ValueError(
                 "segment_layers stores layers' inputs, which checkpoints does not count: drop one"
             )
+        if self.cuda_graphs and (self.memory is not None or self.storage.offload):
+            other = "memory measures" if self.memory is not None else "offload moves"
+            raise ValueError(f"cuda_graphs has memory of its own for each chunk, and {other} it: drop one")
 
     @property
     def storage(self) -> Storage:
@@ -304,6 +320,8 @@ class Exact(Method):
             return _TWO_TOKENS
         if model == "bidirectional" and self.memory is not None:
             return "memory is for chunks that pass through all layers, as bidirectional ones cannot: drop it"
+        if model == "bidirectional" and self.cuda_graphs:
+            return "cuda_graphs is for chunks that pass through layers, as bidirectional ones cannot: drop it"
         return None
 
     def describe(self, picked: bool = False) -> str:
@@ -315,7 +333,8 @@ class Exact(Method):
             place = " in host memory" * self.offload
             stored = f"{self.checkpoints:,} states kept{place}, the others computed again"
         budget = f"activations kept within {self.memory}" if self.memory else ""
-        stored = ", ".join(filter(None, (stored, _RECOMPUTED[self.recompute], budget)))
+        graphs = "launches recorded as CUDA graphs" * self.cuda_graphs
+        stored = ", ".join(filter(None, (stored, _RECOMPUTED[self.recompute], budget, graphs)))
         return describe_parts(self, "exact gradients", stored, picked)
 
 

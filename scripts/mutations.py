@@ -46,6 +46,27 @@ MUTATIONS: dict[str, Mutation] = {
         'values.store["dS", k, c - 1] = (None,) * len(d_recurrent)',
         "tests/engine/test_exact.py",
     ),
+    "recorded-weights": Mutation(
+        "a recording serves all layers of a kind, with each one's weights",
+        "engine/programs.py",
+        "if kind.copies_weights and not has_weights:",
+        "if kind.copies_weights and bound is None:",
+        "tests/engine/test_recorded_tiles.py",
+    ),
+    "recorded-tapes": Mutation(
+        "a tape whose values another recording has overwritten is computed again",
+        "engine/programs.py",
+        "if programs.runs != run:",
+        "if False:",
+        "tests/engine/test_recorded_tiles.py",
+    ),
+    "recorded-chunks": Mutation(
+        "a recording that knows its chunk is not used for another one",
+        "engine/programs.py",
+        "any(dim is None and differs(a, b) for a, b, dim in pairs)",
+        "False",
+        "tests/engine/test_recorded_tiles.py",
+    ),
     "unread-products": Mutation(
         "a recomputed layer's last product is left out only where nobody reads it",
         "kernels/unread.py",

@@ -40,12 +40,18 @@ class CastWeights:
         dtype = dispatch.autocast_dtype(device)
         if dtype is None or not self.enabled:
             return {}
+        outdated = list[Tensor]()
         for submodule in module.modules():
             if isinstance(submodule, nn.Linear) and submodule.weight.dtype == torch.float32:
                 weight = submodule.weight
                 version, cast = self.casts.get(weight, (-1, None))
                 if version != weight._version or cast is None or cast.dtype != dtype:
-                    self.casts[weight] = weight._version, weight.detach().to(dtype)
+                    outdated.append(weight)
+        if outdated:
+            casts = [torch.empty_like(weight, dtype=dtype, requires_grad=False) for weight in outdated]
+            torch._foreach_copy_(casts, [weight.detach() for weight in outdated])  # one launch for all
+            versions = [weight._version for weight in outdated]
+            self.casts.update(zip(outdated, zip(versions, casts, strict=True), strict=True))
         return {weight: cast for weight, (_, cast) in self.casts.items()}
 
     def drop(self) -> None:

@@ -361,7 +361,8 @@ class Executor(TileValues):
     def _note_norm(self, norms: ChunkLosses, k: int, c: int, after: State) -> None:
         """Note the norm of the last layer's state in a segment, by which a recomputed one is compared."""
         if self.grid.head_in_forward and c == self.compared_chunk and after:
-            norms[k] = torch.linalg.vector_norm(after[-1].detach(), dtype=self.accumulate_dtype)
+            out = norms.place(k, self.accumulate_dtype, after[-1].device)
+            torch.linalg.vector_norm(after[-1].detach(), dtype=self.accumulate_dtype, out=out)
 
     def _run_forward(
         self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,22 @@ class LayerRun(Stage):
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return named_modules(self.stages)
+
+    @property
+    def program_structure(self) -> Hashable | None:
+        structures = [stage.program_structure for stage in self.stages]
+        return None if None in structures else tuple(structures)
+
+    def program_place(self, chunk: Batch) -> Hashable | None:
+        places = [stage.program_place(chunk) for stage in self.stages]
+        return None if None in places else tuple(places)
+
+    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
+        inputs = [stage.program_inputs(chunk, before) for stage, before in self.parts(state)]
+        return next(filter(None, inputs), [])  # the positions, the same for all layers
+
+    def program_tensors(self) -> list[Tensor]:
+        return list(dict.fromkeys(t for stage in self.stages for t in stage.program_tensors()))
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self._run(self.stages, x, state, chunk)

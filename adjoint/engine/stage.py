@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterable, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from adjoint.engine import tile
 from adjoint.engine.autocast import CastWeights, FusedGradientAccumulation
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec
+from adjoint.engine.module_structure import structure_of, tensors_of
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import has_hooks_on_result, is_untouched
 from adjoint.kernels.unread import unread
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
+from adjoint.layers.attention import places_of
 from adjoint.layers.mlp import GatedMLP
 
 
@@ -161,6 +164,37 @@ class Stage(abc.ABC):
 
     def end_backward(self) -> None:  # noqa: B027 - only some stages keep anything
         """Drop what is kept from tile to tile: no other tile of this backward will run."""
+
+    # -------------------------------------------------- what recordings of its tiles need (`engine.programs`)
+
+    @property
+    def program_structure(self) -> Hashable | None:
+        """A key that it has in common with all stages that launch the same for tensors of the same shapes.
+
+        None: its tiles are not recorded, as they depend on more than tensors."""
+        return None
+
+    def program_place(self, chunk: Batch) -> Hashable | None:
+        """Return what a chunk's launches depend on besides shapes; None if this chunk's are not recorded."""
+        return None
+
+    def program_reads_state(self, chunk: Batch) -> bool:
+        """Whether a chunk's tiles read the state before it."""
+        return True
+
+    def program_tensors(self) -> list[Tensor]:
+        """Return all tensors that its tiles read besides their inputs: weights, or casts of them."""
+        return []
+
+    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
+        """Return the tensors that it reads of a chunk, besides x and the state.
+
+        If it has append-only states, the first are the positions of the chunk's tokens."""
+        return []
+
+    def with_program_inputs(self, chunk: Batch, tensors: Sequence[Tensor]) -> Batch:
+        """Return the chunk with others in the places of `program_inputs`."""
+        return chunk
 
     def forward_noting_decay(
         self, x: Tensor, state: State, chunk: Batch, decays: Decays
@@ -328,6 +362,34 @@ class Layer(Stage):
         self.casts.drop()
 
     @functools.cached_property
+    def program_structure(self) -> Hashable | None:
+        block = self.block
+        if type(block) is not Block or block.tensor_group is not None:
+            return None
+        has_window = self._has_past and block.config.sliding_window is not None
+        if type(block.mixer) not in MIXERS.values() or has_window:
+            return None
+        structure = structure_of(block)
+        return None if structure is None else (self.recompute, self.casts.enabled, structure)
+
+    def program_place(self, chunk: Batch) -> Hashable | None:
+        return None if chunk.seq_idx is not None or chunk.starts_document is not None else ()
+
+    @property
+    def _has_past(self) -> bool:
+        return any(dim is not None for dim in self._grows)
+
+    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
+        if not self._has_past:
+            return []
+        return [places_of(len(state[-1]), chunk.seqlen, chunk.ids.device)]  # the length of a `Past`
+
+    def program_tensors(self) -> list[Tensor]:
+        tensors = tensors_of(self.block)
+        casts = self.casts.cast_weights(self.block, tensors[0].device)
+        return [casts.get(t, t) for t in tensors]
+
+    @functools.cached_property
     def _last_product(self) -> nn.Module | None:
         """The linear map whose result is added to the residual stream last; None if others may read it."""
         block = self.block
@@ -378,6 +440,27 @@ class Head(Stage):
             for name, module in self.model.named_modules()
             if any(id(p) in listed for p in module._parameters.values())
         ]
+
+    @functools.cached_property
+    def program_structure(self) -> Hashable | None:
+        model = self.model
+        is_ours = type(model).__module__.startswith("adjoint.") and isinstance(model.config, StackConfig)
+        if not is_ours or getattr(model, "tensor_parallel", None) is not None:
+            return None
+        structures = [structure_of(module) for module in (model.norm_f, model.lm_head)]
+        return None if None in structures else (*structures, *self.options.items())
+
+    def program_place(self, chunk: Batch) -> Hashable | None:
+        return () if chunk.weights is None else None
+
+    def program_tensors(self) -> list[Tensor]:
+        return [*self.parameters()]
+
+    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
+        return [chunk.targets]
+
+    def with_program_inputs(self, chunk: Batch, tensors: Sequence[Tensor]) -> Batch:
+        return dataclasses.replace(chunk, labels=tensors[0], is_shifted=True)
 
     def _options_of(self, chunk: Batch) -> dict[str, object]:
         # named only where there are any: a model of one's own need not know them

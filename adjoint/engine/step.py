@@ -216,15 +216,9 @@ class ChunkedStep:
         self.distribution, self.sweep = distribution or Distribution(), sweep or Sweep()
         self.model_states = batch.states
         runs = self.distribution.runs(spec, stages)
-        self.stages, states = self.sweep.arrange(stages, batch.states, runs)
-        if spec.storage.keep != "edges" and self.distribution.is_alone:
-            length = spec.storage.segment_layers or 1
-            pairs = [
-                pair
-                for stage, state in zip(self.stages, states, strict=True)
-                for pair in ([(stage, state)] if stage is None else stage.divided(length, state))
-            ]
-            self.stages, states = [stage for stage, _ in pairs], [state for _, state in pairs]
+        is_divided = spec.storage.keep != "edges" and self.distribution.is_alone
+        length = (spec.storage.segment_layers or 1) if is_divided else None
+        self.stages, states = self.sweep.arrange(stages, batch.states, runs, length)
         self.batch = batch = dataclasses.replace(batch, states=states)
         self.spec, self.width, self.sums = spec, width, sums
         self.local_stages = [stage for stage in self.stages if stage is not None]

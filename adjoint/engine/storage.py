@@ -46,7 +46,11 @@ class Packing:
 
     def pack(self, state: Cotangents, out: Tensor) -> Tensor:
         """Write a state or its cotangents, None as zeros, into the flat tensor `out`; return `out`."""
-        for view, s in zip(self.unpack(out), state, strict=True):
+        views = self.unpack(out)
+        if out.is_cuda and len(state) > 1 and all(s is not None and s.is_cuda for s in state):
+            torch._foreach_copy_(views, [s for s in state if s is not None])  # one launch for all
+            return out
+        for view, s in zip(views, state, strict=True):
             view.zero_() if s is None else view.copy_(s, non_blocking=True)
         return out
 
@@ -128,6 +132,13 @@ class ChunkLosses:
             self.memory = torch.empty(self.chunks, dtype=loss.dtype, device=loss.device)
         self.memory[chunk] = loss.detach()
         self.written.add(chunk)
+
+    def place(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the place of a chunk's loss, a scalar, to be written."""
+        if self.memory is None:
+            self.memory = torch.empty(self.chunks, dtype=dtype, device=device)
+        self.written.add(chunk)
+        return self.memory[chunk]
 
     def get(self, chunk: int) -> Tensor | None:
         """Return a view of a chunk's loss, or None if it has not been set."""

@@ -46,14 +46,27 @@ class Sweep:
     # ------------------------------------------------------------------------------------ before the forward
 
     def arrange(
-        self, stages: Sequence[Stage | None], states: Sequence[State], runs: Sequence[int]
+        self,
+        stages: Sequence[Stage | None],
+        states: Sequence[State],
+        runs: Sequence[int],
+        segment_layers: int | None,
     ) -> tuple[list[Stage | None], Sequence[State]]:
         """Return the stages and their initial states, one tuple per stage, as the engine runs them.
 
         Args:
             runs: as `Distribution.runs` returns them.
+            segment_layers: number of layers into which a stage is divided, if it can be; None: it stays.
         """
-        return as_runs(stages, states, runs) if len(stages) > 1 else ([*stages], states)
+        arranged, states = as_runs(stages, states, runs) if len(stages) > 1 else ([*stages], states)
+        if segment_layers is None:
+            return arranged, states
+        pairs = [
+            pair
+            for stage, state in zip(arranged, states, strict=True)
+            for pair in ([(stage, state)] if stage is None else stage.divided(segment_layers, state))
+        ]
+        return [stage for stage, _ in pairs], [state for _, state in pairs]
 
     def verify(
         self,

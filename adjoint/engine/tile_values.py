@@ -24,17 +24,25 @@ from adjoint.layers import State
 
 
 class Chunks:
-    """The chunks of a batch, made when they are asked for: there may be very many."""
+    """The chunks of a batch, made when they are asked for: there may be very many.
+
+    The last one stays: to shift its labels takes launches."""
 
     def __init__(self, batch: Batch, grid: Grid) -> None:
         self.batch, self.grid = batch, grid
         self.latest: tuple[int, Batch] | None = None
+        self.last: Batch | None = None
 
     def __getitem__(self, c: int) -> Batch:
+        is_last = c + 1 == self.grid.chunks
+        if is_last and self.last is not None:
+            return self.last
         latest = self.latest
         if latest is None or latest[0] != c:
             start, stop = self.grid.cuts[c : c + 2]
             self.latest = latest = c, self.batch.chunk(start, stop, *self.grid.documents[c])
+        if is_last:
+            self.last = latest[1]
         return latest[1]
 
 

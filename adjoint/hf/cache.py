@@ -302,6 +302,11 @@ class AttentionLayer(_StateLayer):
         return visible + query_length, self.past_length - visible
 
 
+def has_plain_attention(layer: _StateLayer) -> bool:
+    """Whether attention to a cache layer's keys reads nothing else of the layer, and all of the keys."""
+    return AttentionLayer in type(layer).__bases__ and getattr(layer, "sliding_window", None) is None
+
+
 class _IndexedAttentionLayer(AttentionLayer):
     """A cache layer of sparse attention, whose indexer picks keys of the past by keys of its own.
 

@@ -16,6 +16,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates, HiddenStates
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.model import SharedRows
+from adjoint.engine.programs import Programs, refuse_graphs
 from adjoint.engine.runner import chunk_losses as losses_of_chunks
 from adjoint.engine.runner import last_hidden, run_hidden, run_loss
 from adjoint.engine.shared_prefix import Beginning, Segment
@@ -130,7 +131,14 @@ class HFModel:
                 self.stage.temperature = self.temperature
         self._trained_parameters = self.stage.trained_parameters
         stages = [self.stage] if collect is None else [self.stage, collect]
-        return make_step(stages, batch, spec, backward_context(verification), group, self._rows_at)
+        programs: Programs | None = None
+        if verification.wrap_state.method.cuda_graphs:
+            holding = verification.holding
+            is_split = not holding.is_plain and holding.kind is Weights
+            refuse_graphs("tensor parallelism" if is_split else holding.kind.name, group is not None)
+            programs = verification.wrap_state.programs
+        backward = backward_context(verification)
+        return make_step(stages, batch, spec, backward, group, self._rows_at, programs)
 
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""

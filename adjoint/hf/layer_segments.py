@@ -121,10 +121,16 @@ class LayerSegments:
             replaced: dict[nn.Module, nn.Module] = {} if entry is None else {first_layer: entry}
             replaced |= {m: SharedRotary(m, self.shared_positions) for m in rotary_modules(backbone)}
             part_model = self.description.make_part(model, span, replaced, has_head=False)
-            self._parts[span] = (
-                part_model,
-                StageParts(part_model, entry, self.shared_positions, last_product),
+            ends = [model.get_input_embeddings()] if span.start == 0 else []
+            ends += (
+                [getattr(backbone, name) for name in self.description.last]
+                if span.stop == len(layers)
+                else []
             )
+            parts = StageParts(
+                part_model, entry, self.shared_positions, last_product, [*(layers[k] for k in span), *ends]
+            )
+            self._parts[span] = part_model, parts
             self._copied_slots[span] = copied_slots(part_model, model)
         for slot in self._copied_slots[span]:
             slot.update()

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +22,9 @@ from adjoint.engine import tile
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import HiddenStates
 from adjoint.engine.host_weights import fetched, recompute_of
+from adjoint.engine.module_structure import structure_of, tensors_of
 from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
+from adjoint.engine.programs import GraphSweep, Programs
 from adjoint.engine.rows_in_chunks import RowsInChunks
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep
@@ -35,6 +37,7 @@ from adjoint.hf.cache import (
     ChunkCache,
     RowLengths,
     Slot,
+    has_plain_attention,
     last_read,
     make_chunk_cache,
     zeros,
@@ -80,6 +83,7 @@ from adjoint.layers import State
 from adjoint.methods import Method
 from adjoint.parallel.context import SingleRank, distribution_of
 
+PROGRAM_POSITIONS = "adjoint_positions"  # among a chunk's inputs: plain positions that a recording reads
 Divide = Callable[["Backbone", int], Sequence[Stage]]
 
 
@@ -94,6 +98,7 @@ class StageParts:
             None.
         shared_positions: of a model that is a segment of another's layers; or None.
         last_product: the linear map that ends such a segment, if its backward does not need the result.
+        own_modules: what such a segment has of the model, in order; or None.
     """
 
     def __init__(
@@ -102,9 +107,10 @@ class StageParts:
         entry: Entry | None = None,
         shared_positions: SharedPositions | None = None,
         last_product: nn.Module | None = None,
+        own_modules: Sequence[nn.Module] | None = None,
     ) -> None:
         self.model_ref, self.entry, self.shared_positions = weakref.ref(model), entry, shared_positions
-        self.last_product = last_product
+        self.last_product, self.own_modules = last_product, own_modules
         self._logit_scales: dict[Callable[..., object], float | None] = {}  # by the forward that was measured
 
     @property
@@ -123,6 +129,14 @@ class StageParts:
     def cache(self) -> ChunkCache:
         """An empty cache, of which each chunk gets a copy: making one reads all of the configuration."""
         return make_chunk_cache(self.model.config)
+
+    @functools.cached_property
+    def program_structure(self) -> Hashable | None:
+        """A key that a segment has in common with all that launch the same (`Stage.program_structure`)."""
+        if self.own_modules is None:
+            return None
+        structures = [structure_of(module) for module in self.own_modules]
+        return None if None in structures else (self.shared_positions, self.entry is None, *structures)
 
     @functools.cached_property
     def cache_name(self) -> str:
@@ -264,6 +278,39 @@ class Backbone(Stage):
         before = self.carried.tokens if self.carried is not None and not chunk.document else 0
         return chunk.start - chunk.document + before
 
+    @functools.cached_property
+    def program_structure(self) -> Hashable | None:
+        plain = self.context._replace(parts=None, divide=None, trained_parameters=None, seqlen=None)
+        if plain != CallContext() or self.router is not None or self.randomness.has_dropout:
+            return None
+        if type(self) is not Backbone or self.embedding_noise.modules:
+            return None
+        empty_layers = self.stage_parts.cache.empty_layers
+        if not all(has_plain_attention(empty_layers[s.layer]) for s in self.slots if s.grows is not None):
+            return None
+        structure = self.stage_parts.program_structure
+        return None if structure is None else (self.recompute, structure)
+
+    def program_place(self, chunk: Batch) -> Hashable | None:
+        is_plain = not chunk.inputs and chunk.starts_document is None and not chunk.document
+        return ("first" if not chunk.start else "later",) if is_plain else None
+
+    def program_reads_state(self, chunk: Batch) -> bool:
+        return self.past_length(chunk) > 0
+
+    def program_tensors(self) -> list[Tensor]:
+        return tensors_of(self.model)
+
+    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
+        if not self.takes_positions:
+            return []
+        shared, span = self.stage_parts.shared_positions, (chunk.start, chunk.start + chunk.seqlen)
+        assert shared is not None
+        return [shared.positions(*span, chunk.rows, chunk.ids.device)]
+
+    def with_program_inputs(self, chunk: Batch, tensors: Sequence[Tensor]) -> Batch:
+        return dataclasses.replace(chunk, inputs=dict(zip([PROGRAM_POSITIONS], tensors, strict=False)))
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
             return self.run(x, state, chunk)
@@ -354,6 +401,8 @@ class Backbone(Stage):
             past_length: tokens of the chunk's document before it.
         """
         inputs: dict[str, Any] = dict(chunk.inputs)
+        if (positions := inputs.pop(PROGRAM_POSITIONS, None)) is not None:
+            inputs[POSITIONS] = positions
         for name in chunk.inputs:
             if name == TOKEN_MASK or name.startswith(PREFIX):  # not for the model's own code
                 del inputs[name]
@@ -522,6 +571,27 @@ class LossHead(Stage):
         parameters = [p for _, module in self._modules for p in module.parameters() if p.requires_grad]
         self._parameters = list(dict.fromkeys(parameters))
 
+    @functools.cached_property
+    def program_structure(self) -> Hashable | None:
+        lm = self.lm
+        others = lm.z_loss_factor, lm.penalty, lm.hidden_states, custom_loss_function(lm.model)
+        if others != (None, None, None, None) or (scale := lm.logit_scale()) is None:
+            return None
+        structure = structure_of(lm.model.get_output_embeddings())
+        return None if structure is None else (lm.stage_parts, scale, structure)
+
+    def program_place(self, chunk: Batch) -> Hashable | None:
+        return () if chunk.weights is None else None
+
+    def program_tensors(self) -> list[Tensor]:
+        return tensors_of(self.lm.model.get_output_embeddings())
+
+    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
+        return [chunk.targets]
+
+    def with_program_inputs(self, chunk: Batch, tensors: Sequence[Tensor]) -> Batch:
+        return dataclasses.replace(chunk, labels=tensors[0], is_shifted=True)
+
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.lm.running()
 
@@ -572,6 +642,7 @@ def make_step(
     backward_context: ContextFactory = contextlib.nullcontext,
     group: dist.ProcessGroup | SingleRank | None = None,
     rows_at: Mapping[int, int] | None = None,
+    programs: Programs | None = None,
 ) -> ChunkedStep:
     """Return a batch's step for a model that is one stage, or has one above it; states begin as zeros.
 
@@ -580,6 +651,7 @@ def make_step(
         backward_context: around the backward.
         group: the process group whose ranks share the batch, or `context.SINGLE_RANK`.
         rows_at: as in `RowsInChunks`, if chunks have rows of their own.
+        programs: recordings by which tiles are replayed, or None.
 
     Raises:
         Refused: the ranks of a group cannot share the model's sequences.
@@ -600,7 +672,10 @@ def make_step(
     if rows_at is not None:
         stages = [RowsInChunks(stages[0], states[0], rows_at), *stages[1:]]
         batch = dataclasses.replace(batch, states=[() for _ in stages])
-    return ChunkedStep(stages, batch, spec, width, sums, distribution, weights.sweep(backward_context))
+    sweep = weights.sweep(backward_context)
+    if programs is not None:
+        sweep = GraphSweep(programs, batch.ids.device, backward_context)
+    return ChunkedStep(stages, batch, spec, width, sums, distribution, sweep)
 
 
 @torch.no_grad()

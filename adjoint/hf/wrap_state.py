@@ -12,6 +12,7 @@ from weakref import ref
 import torch.distributed as dist
 from torch import nn
 
+from adjoint.engine.programs import Programs
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.access import Holding
 
@@ -86,6 +87,7 @@ class WrapState:
         holdings: while a call runs, how the weights of the model and of its backbone are held, as far as it
             has been looked; None between calls.
         values_asked: what a call with labels answers in the place of its loss, or None.
+        programs: recordings of tiles with `Exact(cuda_graphs=True)`.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class WrapState:
         self.lm_call = OuterCall()
         self.holdings: dict[nn.Module, Holding] | None = None
         self.values_asked: ValueRequest | None = None
+        self.programs = Programs()
 
     @contextlib.contextmanager
     def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:

@@ -141,9 +141,12 @@ class AttentionMixer(Mixer):
         widths = [n * dim for n in (heads, kv_heads, kv_heads)]
         q, k, v = (t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(widths, dim=-1))
         before, window = state[0], self.config.sliding_window
-        past_tokens = before.shape[2] if isinstance(before, Tensor) else len(before)
+        places = getattr(before, "places", None)  # of a tile that is recorded
+        if places is None:
+            past_tokens = before.shape[2] if isinstance(before, Tensor) else len(before)
+            places = places_of(past_tokens, x.shape[1], x.device)
         base, factor = self.config.rope_theta, self.config.rope_scaling_factor
-        turns = rotary(past_tokens, x.shape[1], rotary_dim, base, q, factor)
+        turns = rotary(places, rotary_dim, base, q, factor)
         q, k = rotate(q, *turns), rotate(k, *turns)
         if isinstance(before, Tensor):
             for t in state:
@@ -186,15 +189,19 @@ def _by_documents(
     return torch.cat(rows)
 
 
-def rotary(
-    first: int, tokens: int, dim: int, theta: float, like: Tensor, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (tokens, dim / 2) each, of the rotary embedding's angles at the positions from
-    `first` on (Su et al. 2021, section 3.2.2), divided by `factor`; float32, float64 for a float64 `like`, on
-    its device."""
+def places_of(first: int, tokens: int, device: torch.device) -> Tensor:
+    """Return the positions from `first` on, (tokens,) float64."""
     # angles in float64: at a million tokens float32 would round them to a tenth of a radian
+    return torch.arange(first, first + tokens, dtype=torch.float64, device=device)
+
+
+def rotary(
+    places: Tensor, dim: int, theta: float, like: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (tokens, dim / 2) each, of the rotary embedding's angles at the positions `places`
+    (tokens,) float64 (Su et al. 2021, section 3.2.2), divided by `factor`; float32, or float64 for a float64
+    `like`."""
     pairs = torch.arange(0, dim, 2, dtype=torch.float64, device=like.device)
-    places = torch.arange(first, first + tokens, dtype=torch.float64, device=like.device)
     places = places if factor == 1 else places / factor
     angles = places[:, None] * theta ** (-pairs / dim)
     dtype = accumulate_dtype(like.dtype)

@@ -439,7 +439,11 @@ class GatheredSweep(Sweep):
         self.d_initial: list[Tensor | None] = []
 
     def arrange(
-        self, stages: Sequence[Stage | None], states: Sequence[State], runs: Sequence[int]
+        self,
+        stages: Sequence[Stage | None],
+        states: Sequence[State],
+        runs: Sequence[int],
+        segment_layers: int | None,
     ) -> tuple[list[Stage | None], Sequence[State]]:
         self.parts = [stage for stage in stages if stage is not None]
         self.layers = [stage for stage in self.parts if isinstance(stage, Layer)]

@@ -25,6 +25,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import CollectHiddenStates
 from adjoint.engine.model import SharedRows
 from adjoint.engine.module_tensors import ModuleTensors, one_thread
+from adjoint.engine.programs import GraphSweep, Programs, refuse_graphs
 from adjoint.engine.shared_prefix import Beginning, Rows, Segment
 from adjoint.engine.stage import check_windows
 from adjoint.engine.step import ChunkedStep
@@ -67,6 +68,8 @@ class StackCall:
 
 class ChunkedStack(StackModules):
     """A `Stack` whose calls the engine runs by chunks."""
+
+    _programs: Programs | None = None  # of all its steps with `Exact(cuda_graphs=True)`
 
     def default_chunk_size(self, input_ids: Tensor, method: Method) -> int:
         """Return the tokens per chunk of ids (batch, seqlen) for a method that gives none."""
@@ -117,9 +120,27 @@ class ChunkedStack(StackModules):
                 yield
 
         sweep = weights.sweep(restored_stack)
+        programs = self._programs_for(call.method, weights, group)
+        if programs is not None:
+            sweep = GraphSweep(programs, batch.ids.device, restored_stack)
         step = ChunkedStep(stages, batch, spec, width, distribution=distribution, sweep=sweep)
         step.verify()
         return step
+
+    def _programs_for(
+        self, method: Method, weights: Weights, group: dist.ProcessGroup | None
+    ) -> Programs | None:
+        """Return the recordings of tiles, if the method has any.
+
+        Raises:
+            UserError: such weights, or ranks that share a sequence, have none.
+        """
+        if not method.cuda_graphs:
+            return None
+        refuse_graphs(weights.name, group is not None)
+        if self._programs is None:
+            self._programs = Programs()
+        return self._programs
 
     def segments(self, call: StackCall, has_loss: bool, returns_states: bool) -> SharedRows | None:
         batch, method, weights = call.batch, call.method, weights_of(self)

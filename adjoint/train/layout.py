@@ -252,6 +252,8 @@ class Layout:
             raise UserError("training.optimizer_in_backward: works in one process only; leave it out")
         if method.storage.memory is not None:
             raise UserError("method.memory: works in one process only; leave it out")
+        if method.cuda_graphs:
+            raise UserError("method.cuda_graphs: works in one process only; leave it out")
         if training.carry_state != "none" and self.workers * self.replicas > self.shards:
             raise UserError(
                 "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "

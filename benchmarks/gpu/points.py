@@ -52,6 +52,7 @@ WAYS: dict[str, Point] = {
     OPPONENT: {"checkpointing": True, "sliced_head": True},
     "adjoint": {"method": "Exact"},
     "adjoint, offload": {"method": "Exact", "offload": True},
+    "adjoint, replayed": {"method": "Exact", "cuda_graphs": True},
     "adjoint, graph": {"method": "Exact", "chunk_size": 2048, "graph": True},
     **{f"chunks of {size:,}": {"method": "Exact", "chunk_size": size} for size in (2048, 4096, 8192)},
 }

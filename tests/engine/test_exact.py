@@ -544,6 +544,8 @@ def test_under_autocast_weights_are_cast_once_a_step() -> None:
             out = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
                 self.made.append(tuple(out.shape))
+            if func is torch.ops.aten._foreach_copy_.default:
+                self.made += [tuple(t.shape) for t in args[0] if t.dtype == torch.bfloat16]
             return out
 
     model, ids = make_model("mamba", torch.float32, d_model=40), make_ids(1, 60)

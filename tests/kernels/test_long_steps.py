@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SIZES = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "vocab_size": 61}
-CHUNK = 4096
+CHUNK, MILLION = 4096, 1 << 20
 # One of each kind of recurrence: transformers' other classes with these share their code.
 CACHES = ["Mamba2ForCausalLM", "BambaForCausalLM", "Qwen3_5ForCausalLM"]
 MORE_CACHES = ["MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM"]
@@ -64,8 +64,7 @@ def test_a_step_of_a_stack(mixer: str) -> None:
     model = adjoint.Stack(adjoint.StackConfig(mixer=mixer, **SIZES))
     if mixer == "dense":
         turn_signs_away(model)
-    million = mixer in ("mamba2", "mamba3")
-    ids, method = walk(1 << 20 if million else 1 << 16, 61), adjoint.Exact(chunk_size=CHUNK)
+    ids, method = walk(MILLION, 61), adjoint.Exact(chunk_size=CHUNK)
     double = gradients(copy.deepcopy(model).double(), ids, ids, method)[1]
     assert_digits(errors_of(gradients(model, ids, ids, method)[1], double))
 
@@ -82,12 +81,18 @@ def test_angles_that_add_up_over_many_chunks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("Mamba2ForCausalLM", 1 << 16), ("Qwen3_5ForCausalLM", 1 << 13)]
+    ("name", "tokens", "layers"),
+    [
+        ("Mamba2ForCausalLM", MILLION, None),
+        ("Qwen3_5ForCausalLM", MILLION, ["linear_attention"] * 3),  # full attention would take hours
+        ("Qwen3_5ForCausalLM", 1 << 13, None),
+    ],
 )
-def test_a_step_of_a_wrapped_model(name: str, tokens: int) -> None:
+def test_a_step_of_a_wrapped_model(name: str, tokens: int, layers: list[str] | None) -> None:
     """Steps are small, as in trained models, so that states last."""
     hf = pytest.importorskip("tests.hf.hf_models")
-    single = (hf.trained_like if "Qwen" in name else hf.make)(name, torch.float32)
+    options = {} if layers is None else {"layer_types": layers}
+    single = (hf.trained_like if "Qwen" in name else hf.make)(name, torch.float32, **options)
     double, ids = copy.deepcopy(single).double(), walk(tokens, hf.VOCAB)
 
     def step(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -85,6 +85,7 @@ def pretrained(name: str) -> Make:
 
 
 EXACT = adjoint.Exact(CHUNK)
+SEGMENTS = adjoint.Exact(CHUNK, segment_layers=1)
 METHODS: dict[str, Any] = {
     "exact": EXACT,
     "inputs": adjoint.Exact(CHUNK, keep="inputs"),
@@ -153,6 +154,8 @@ def groups() -> dict[str, dict[str, Case]]:
         },
         "captured": {"hybrid, captured": (stack(HYBRID), EXACT, {})},
         "wrapped captured": {"Bamba, captured": (pretrained("Bamba"), EXACT, {})},
+        "replayed": {"hybrid, replayed": (stack(["mamba2"] * 3 + ["attention"]), SEGMENTS, {})},
+        "wrapped replayed": {"Bamba, replayed": (pretrained("Bamba"), SEGMENTS, {})},
         "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
         "wrapped sequence group": {
             f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
@@ -228,6 +231,32 @@ def step(
         loss.backward()
         devices = {"none" if p.grad is None else p.grad.device.type for p in model.parameters()}
     return record.counts() | {"gradients": sorted(devices)}
+
+
+def replayed(case: Case) -> dict[str, Any]:
+    """A step by tiles that run and one by tiles that are replayed, after two like it: what the host asks for,
+    and bytes at the peak."""
+    make, method, _ = case
+    counted: dict[str, Any] = {}
+    for way in ("running", "replaying"):
+        record = WrapState(device_bytes=LiveBytes())
+        with simulated(record):
+            model = to_cuda(make(4))
+            method = dataclasses.replace(method, cuda_graphs=way == "replaying")
+            is_stack = isinstance(model, adjoint.Stack)
+            model = model if is_stack else adjoint.wrap(model, method)
+            for _ in range(4):  # some tiles are compared in the third
+                ids = torch.empty(1, 3 * CHUNK, dtype=torch.int64, device="cuda:0")
+                for counts in (record.operators, record.launches, record.waits):
+                    counts.clear()
+                assert record.device_bytes is not None
+                record.device_bytes.begin()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    inputs = {"method": method} if is_stack else {}
+                    model(input_ids=ids, labels=ids, **inputs).loss.backward()
+                model.zero_grad()
+        counted[way] = record.counts() | {"peak": record.device_bytes.peak}
+    return counted
 
 
 def layer_inputs(case: Case) -> dict[str, Any]:
@@ -471,6 +500,8 @@ def main(names: Sequence[str]) -> None:
         "long": long_step,
         "captured": captured,
         "wrapped captured": captured,
+        "replayed": replayed,
+        "wrapped replayed": replayed,
     }
     found: dict[str, Any] = {}
     step(stack("mamba"), EXACT, 1, 1, chunk=32)  # the first of a process also tries what its kernels can do

@@ -292,6 +292,57 @@ def _tensors(tree: Any) -> list[Any]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
+def graphs(record: WrapState) -> Callable[[], Any]:
+    """Return what makes, in the place of `recorder.CUDAGraphs`, recordings of which a replay is one launch.
+
+    Their memory is the most that a recorded function has had, as all of them share it."""
+    from adjoint.engine.recorder import Recorder as ProgramRecorder
+
+    class SimulatedGraphs(ProgramRecorder):
+        def __init__(self) -> None:
+            self.pool = self.base = 0
+            self.between: list[Callable[[], None]] = []
+            self.has_tape = False  # of the function before, which the next one pulls back
+
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            counters = record.operators, record.launches, record.waits
+            before, flops, live = [c.copy() for c in counters], record.flops, record.device_bytes
+            if live is not None:
+                if not self.has_tape:
+                    live.live -= self.pool
+                    self.base = live.live
+                peak, live.peak = live.peak, live.live
+            try:
+                function()
+                if record.waits - before[2]:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                work, parts, self.between = record.flops - flops, self.between, []
+                for counter, values in zip(counters, before, strict=True):
+                    counter.clear()
+                    counter.update(values)
+                record.flops = flops
+                if live is not None:
+                    self.pool = max(self.pool, live.peak - self.base)
+                    live.peak = max(peak, self.base + self.pool)
+                    self.has_tape = live.live - self.base > self.pool / 2 and sys.exc_info()[0] is None
+                    if not self.has_tape:
+                        live.live += self.pool
+
+            def replay() -> None:
+                record.launches["graph"] += 1 + len(parts)
+                record.flops += work
+                for run in parts:
+                    run()
+
+            return replay
+
+        def run_between(self, run: Callable[[], None]) -> None:
+            self.between.append(run)
+
+    return SimulatedGraphs
+
+
 @contextlib.contextmanager
 def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     """Tensors without values, on a GPU of so much memory where asked for; notes into `record`."""
@@ -299,6 +350,7 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton.runtime.jit import JITFunction
 
+    from adjoint.engine import programs
     from adjoint.kernels import trial
     from adjoint.kernels.ssd_scan.triton import launch as ssd_launch
     from adjoint.kernels.triton import common
@@ -311,6 +363,8 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     )
     fork = torch.random.fork_rng
     put: list[tuple[Any, str, Any]] = [
+        (programs, "differs", lambda a, b: False),
+        (programs.Replayed, "addresses", lambda stage: [t.untyped_storage()._cdata for t in stage.tensors]),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
@@ -341,6 +395,7 @@ def simulated(record: WrapState, gigabytes: float = 40.0) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, value in put:
             stack.enter_context(mock.patch.object(target, name, value, create=True))
+        stack.enter_context(mock.patch.dict(programs.RECORDERS, cuda=graphs(record)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder(record))
         yield

@@ -609,24 +609,27 @@ def _attend_in_parts(q: Tensor, keys: Joined, values: Joined, scale: float | Non
     return _PastAttention.apply(*inputs)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """Attention of queries to keys and values up to their own place, as `past_attention`'s.
 
     Args:
         window: keys that a query sees, its own included; None for all.
+        scale: of the scores, without a window; None for 1 / √dim.
     """
     tokens, n_keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if is_spread(k) or in_parts(k):
-        return past_attention(q, k, v)
+        return past_attention(q, k, v, scale)
     if not q.numel():
         return _of_nothing(q, k, v)
     if window is not None and window < n_keys:
         k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
         return _banded(q, k, v, window)
     if 1 < tokens < n_keys:
-        return past_attention(q, k, v)
+        return past_attention(q, k, v, scale)
     k, v = (_repeated(t.to(q.dtype), groups) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=scale)
 
 
 def _of_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

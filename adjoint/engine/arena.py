@@ -1,0 +1,195 @@
+"""The arena: one block of memory, from which all recordings of tiles read and to which they write.
+
+A kind of tile has its places in it (`Slots`), from the first byte on: only the last replay's values are
+there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjoint.engine.tile import MAX_COMPENSATED_NUMEL
+
+ALIGNMENT = 256  # bytes, as of a tensor that torch allocates on a GPU
+WORD = 4  # bytes that copies of any dtype are counted in
+
+
+class Spec(NamedTuple):
+    """A tensor's shape and dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def specs_of(tensors: Iterable[Tensor | None]) -> tuple[Spec | None, ...]:
+    return tuple([None if t is None else Spec(t.shape, t.dtype) for t in tensors])
+
+
+class Places:
+    """Consecutive places in an `Arena`, one per tensor; None for a tensor that is not there.
+
+    Args:
+        start: bytes before the first place.
+    """
+
+    def __init__(self, specs: Sequence[Spec | None], start: int) -> None:
+        self.specs, self.start, self.stop = specs, start, start
+        self.offsets = list[int]()
+        for spec in specs:
+            self.offsets.append(self.stop)
+            if spec is not None:
+                self.stop += math.ceil(spec.nbytes / ALIGNMENT) * ALIGNMENT
+
+    def views(self, memory: Tensor) -> list[Tensor | None]:
+        """Return the tensors in an arena's `memory` (bytes,), with version counters of their own."""
+        pairs = zip(self.specs, self.offsets, strict=True)
+        return [
+            None if spec is None else memory[a : a + spec.nbytes].view(spec.dtype).view(spec.shape).data
+            for spec, a in pairs
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Shapes of all that a kind of tile reads and writes, as the first ones have shown.
+
+    Attributes:
+        weights: of the tensors of the stage that it reads, if these are copied into the arena.
+        inputs: x, the recurrent state, and what it reads of the chunk.
+        outputs: y and the state after the chunk.
+        results: of the cotangents of x and of the state.
+        cotangents: of y and of the state after the chunk.
+        sums: of the parameters' gradients.
+    """
+
+    weights: tuple[Spec | None, ...]
+    inputs: tuple[Spec | None, ...]
+    outputs: tuple[Spec | None, ...]
+    results: tuple[Spec | None, ...] = ()
+    cotangents: tuple[Spec | None, ...] = ()
+    sums: tuple[Spec | None, ...] = ()
+
+
+class Slots:
+    """A kind's places in the arena, and the tensors there: the attributes of `Shapes`, and `excess`.
+
+    `excess` is what rounding has added to the sums that are compensated (`tile.Gradients`). Weights and sums
+    are first, so that other kinds of tiles of the same stage find them there."""
+
+    def __init__(self, shapes: Shapes, memory: Tensor | None = None) -> None:
+        excess = tuple([s if s is not None and is_compensated(s) else None for s in shapes.sums])
+        dy, d_after = shapes.cotangents[:1], shapes.cotangents[1:]
+        stop, places = 0, list[Places]()
+        others = dy, shapes.inputs, shapes.outputs, shapes.results
+        for specs in (shapes.weights, d_after, shapes.sums, excess, *others):
+            places.append(Places(specs, stop))
+            stop = places[-1].stop
+        self.nbytes, self.front = stop, (shapes.weights, d_after, shapes.sums)
+        self.sums_range = places[2].start, places[3].stop
+        self.later_range = places[1].start, places[3].stop
+        if memory is not None:
+            self.memory = memory
+            views = [p.views(memory) for p in places]
+            self.weights, self.inputs, self.outputs = (without_nones(views[i]) for i in (0, 5, 6))
+            self.cotangents, self.results = [*views[4], *views[1]], views[7]
+            self.sums, self.excess = views[2], views[3]
+
+    def shares_front(self, other: Slots | None) -> bool:
+        """Whether weights and sums are in the same places as those of another kind of tile."""
+        return other is not None and self.front == other.front and self.memory is other.memory
+
+
+def copies_by_one_launch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, made by one launch."""
+    copies = [torch.empty_like(t) for t in tensors]
+    copy_all(copies, tensors)
+    return copies
+
+
+def without_nones(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def is_compensated(spec: Spec) -> bool:
+    """Whether `Gradients` compensates a sum for rounding from the first chunks on."""
+    return len(spec.shape) < 2 and math.prod(spec.shape) <= MAX_COMPENSATED_NUMEL
+
+
+class ExtraMemory:
+    """Memory of the arena behind a kind's slots, for one recording.
+
+    Raises:
+        ArenaTooSmall: there is not enough of it.
+    """
+
+    def __init__(self, slots: Slots, memory: Tensor) -> None:
+        self.memory, self.start, self.stop = memory, slots.nbytes, slots.nbytes
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        places = Places([Spec(torch.Size(shape), dtype)], self.stop)
+        self.stop = places.stop
+        if self.stop > self.memory.numel():
+            # a backward allocates once more what a forward has
+            raise ArenaTooSmall(2 * (self.stop - self.start))
+        (tensor,) = without_nones(places.views(self.memory))
+        return tensor
+
+
+class ArenaTooSmall(Exception):
+    """Attention needs so many bytes of the arena, behind a kind's slots, and there are fewer."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"{nbytes} bytes")
+        self.nbytes = nbytes
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors by one launch for all that keep their dtypes, and one for all that change it alike.
+
+    The others are copied one by one: those that are not contiguous."""
+    pairs: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        dtypes = target.dtype, source.dtype
+        if not target.numel():
+            continue
+        if not source.is_contiguous():
+            target.copy_(source, non_blocking=True)
+        elif dtypes[0] == dtypes[1] and _has_words(source):
+            group = pairs.setdefault(None, ([], []))
+            group[0].append(_words(target))
+            group[1].append(_words(source))
+        else:
+            group = pairs.setdefault(dtypes, ([], []))
+            group[0].append(target)
+            group[1].append(source)
+    for group in pairs.values():
+        torch._foreach_copy_(*group)
+
+
+def copy_pairs(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
+    """Copy to the first of each pair from the second, as a part of a recording."""
+    targets, sources = list[Tensor](), list[Tensor]()
+    for target, source in pairs:
+        assert target is not None and source is not None
+        targets.append(target)
+        sources.append(source)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    size = tensor.dtype.itemsize
+    return tensor.numel() > 0 and tensor.nbytes % WORD == 0 and tensor.storage_offset() * size % WORD == 0
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.int32)

@@ -1,0 +1,872 @@
+"""Tiles whose launches are recorded once and replayed (`Exact(cuda_graphs=True)`).
+
+A GPU waits for its host where tiles are short: each is hundreds of launches. Layers of one kind launch the
+same, whatever their weights and their chunk. So what one layer's tile launches is recorded once, as a CUDA
+graph, and replayed for all layers of its kind, all chunks of that length, and later steps:
+
+    copy weights, inputs ─► replay ─► copy results        in and out of one `Arena`
+
+A recording reads and writes the arena, and memory of the recorder's in between. All recordings share both, so
+only the last replay's values are there: what a tape needs may have been overwritten when it is pulled back,
+and is then computed again. `Replayed` is a stage around another: the executor does not know it, and tiles
+that cannot be recorded run by the stage itself."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adjoint.batch import Batch, are_values_unknown
+from adjoint.engine.arena import (
+    ArenaTooSmall,
+    ExtraMemory,
+    Shapes,
+    Slots,
+    Spec,
+    copies_by_one_launch,
+    copy_all,
+    copy_pairs,
+    specs_of,
+    without_nones,
+)
+from adjoint.engine.attention_between import RecordedTile
+from adjoint.engine.decay import Decays
+from adjoint.engine.layer_run import LayerRun
+from adjoint.engine.recorder import RECORDERS, Recorder, Replay
+from adjoint.engine.stage import Stage
+from adjoint.engine.storage import recurrent_part
+from adjoint.engine.sweep import ContextFactory, Sweep
+from adjoint.engine.tile import (
+    MAX_PLAIN_ADDITIONS,
+    Cotangents,
+    Gradients,
+    Pullback,
+    Tape,
+    Windowed,
+)
+from adjoint.errors import LOGGER, UserError, is_heard
+from adjoint.kernels.checks import accumulate_dtype
+from adjoint.layers import State
+from adjoint.loss import WeightSum
+
+# "linearize_again" leaves out what only its output needs: see `Stage.linearize_again`. "linearize_adding" is
+# of a loss whose cotangent is known: the head adds to its weight's sum at once (`Gradients.weight_sum`).
+Mode = Literal["forward", "linearize", "linearize_again", "linearize_adding"]
+MAX_KINDS = 64  # of tiles that are remembered: lengths that never come again would collect
+PLAIN_WEIGHTS = "plain tensors"  # the name of `Weights` itself
+# Largest relative difference of a replay from what the stage itself computes.
+MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+class GraphSweep(Sweep):
+    """A `Sweep` whose tiles are recorded and replayed.
+
+    Args:
+        programs: the recordings, which outlive the step.
+        device: of the step.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        device: torch.device,
+        backward_context: ContextFactory = contextlib.nullcontext,
+    ) -> None:
+        super().__init__(backward_context)
+        self.programs, self.device = programs, device
+
+    def arrange(
+        self,
+        stages: Sequence[Stage | None],
+        states: Sequence[State],
+        runs: Sequence[int],
+        segment_layers: int | None,
+    ) -> tuple[list[Stage | None], Sequence[State]]:
+        arranged, states = super().arrange(stages, states, runs, segment_layers)
+        return self.programs.arrange(arranged, self.device), states
+
+
+def refuse_graphs(weights: str, shares_sequence: bool) -> None:
+    """Raise a UserError where `Exact(cuda_graphs=True)` does not work.
+
+    Args:
+        weights: how they are held (`Weights.name`). shares_sequence: whether ranks share the sequence.
+    """
+    if shares_sequence:
+        raise UserError(
+            "cuda_graphs: ranks that share a sequence wait for each other inside of tiles: drop it"
+        )
+    if weights != PLAIN_WEIGHTS:
+        raise UserError(
+            f"cuda_graphs: works with plain tensors as weights, and these are held as {weights}: drop it"
+        )
+
+
+@dataclasses.dataclass
+class _Summing:
+    """Sums in the arena.
+
+    Attributes:
+        slots: where they are. stage, gradients: whose they are. has_sum: which parameters have one.
+        pullbacks: how many have added to them.
+    """
+
+    slots: Slots
+    stage: Replayed
+    gradients: Gradients
+    has_sum: list[bool]
+    pullbacks: int = 0
+
+
+class _Program(NamedTuple):
+    """A mode's recordings: of the stage's call and, unless it is a forward, of its pullback.
+
+    Attributes:
+        start: first token of the chunk that was recorded.
+        has_results: which inputs get a cotangent.
+        tile: what attention between the recordings needs.
+    """
+
+    call: Replay
+    start: int
+    tile: RecordedTile
+    pullback: Replay | None = None
+    has_results: Sequence[bool] = ()
+
+
+class _Kind:
+    """Tiles of one kind: their shapes, their slots, and a program for each mode.
+
+    Args:
+        copies_weights: whether weights are copied into the arena; else recordings read one stage's own.
+        reads_state: whether tiles read the state before the chunk.
+
+    Attributes:
+        noted: the step in which each mode has run first, which compiles and tunes kernels.
+        failed: whether a recording has failed.
+        addresses: of the weights that recordings read, if these are not copied.
+        has_sum: which parameters get a gradient.
+        is_compared: whether results of a recording have been compared with those of the stage itself.
+        is_verified: whether those were of another chunk than the one that was recorded.
+        extra_bytes: of the arena that attention needs.
+    """
+
+    def __init__(self, copies_weights: bool, reads_state: bool) -> None:
+        self.copies_weights, self.reads_state, self.failed = copies_weights, reads_state, False
+        self.noted: dict[Mode, int] = {}
+        self.shapes: Shapes | None = None
+        self.addresses: list[int] = []
+        self.has_sum: Sequence[bool] = ()
+        self.is_compared, self.is_verified, self.extra_bytes = False, False, 0
+        self.drop()
+
+    def is_trusted(self, program: _Program, chunk: Batch) -> bool:
+        """Whether a program's results have been compared, for another chunk than its own if this is one."""
+        return self.is_compared and (self.is_verified or program.start == chunk.start)
+
+    def drop(self) -> None:
+        """Forget the recordings."""
+        self.slots: Slots | None = None
+        self.programs: dict[Mode, _Program] = {}
+
+
+class Programs:
+    """The recordings of a model, which outlive its steps.
+
+    A copied or unpickled model has none.
+
+    Args:
+        recorder: makes recordings; by default that of the first step's device.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder, self.steps, self.device = recorder, 0, torch.device("cpu")
+        self.kinds: dict[Hashable, _Kind] = {}
+        self.memory: Tensor | None = None
+        self.runs = 0  # replays of calls: a tape is valid while this number is its own
+        self.bound: tuple[Slots, Replayed] | None = None  # whose weights are in the arena
+        self.summing: _Summing | None = None
+        self.shared_parameters: Set[Tensor] = frozenset()  # of several stages of the step
+        self.said = False
+
+    def __reduce__(self) -> tuple[type[Programs], tuple[()]]:
+        return Programs, ()
+
+    def arrange(self, stages: Sequence[Stage | None], device: torch.device) -> list[Stage | None]:
+        """Return a step's stages, those that may be recorded as `Replayed` ones.
+
+        Layers in a row are recorded together, so that a segment is one replay."""
+        self.steps += 1
+        self.device, self.bound, self.summing = device, None, None
+        if self.recorder is None:
+            if device.type not in RECORDERS:
+                self._say(
+                    f"cuda_graphs: on {device.type} nothing is recorded, and every tile runs as without it"
+                )
+                return [*stages]
+            self.recorder = RECORDERS[device.type]()
+        if are_values_unknown() or torch.is_inference_mode_enabled():  # in the graph of somebody else
+            return [*stages]
+        if len(self.kinds) > MAX_KINDS:
+            self.kinds.clear()
+        arranged = [None if stage is None else _in_runs(stage, self) for stage in stages]
+        replayed = [member for stage in arranged if stage is not None for member in _replayed(stage)]
+        listed = [p for stage in arranged if stage is not None for p in dict.fromkeys(stage.parameters())]
+        self.shared_parameters = {p for p, count in collections.Counter(listed).items() if count > 1}
+        if not any(member.stateful for member in replayed):
+            self._say(
+                "cuda_graphs: no layer of this step is recorded; those of a wrapped model are with "
+                "segment_layers, which chunk_size by itself leaves out"
+            )
+        counts: dict[Hashable, int] = {}
+        for member in replayed:
+            counts[member.structure] = counts.get(member.structure, 0) + 1
+        for stage in arranged:
+            if isinstance(stage, Replayed):
+                stage.is_whole_stage = True
+        for member in replayed:
+            member.has_own_program = counts[member.structure] == 1
+        return arranged
+
+    def _say(self, line: str) -> None:
+        if not self.said and is_heard():
+            LOGGER.info(line)
+        self.said = True
+
+    def kind(self, stage: Replayed, inputs: Sequence[Tensor], state: State, chunk: Batch) -> _Kind | None:
+        """Return the kind of a tile; None if it is not recorded."""
+        key = stage.key(chunk)
+        if key is None or any(getattr(s, "anchor", None) is not None for s in state):
+            return None
+        device = inputs[0].device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        shapes = *(specs_of(inputs)), stage.has_own_program, autocast
+        return self.kinds.setdefault(
+            (key, shapes), _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk))
+        )
+
+    def note_forward(
+        self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], y: Tensor, after: State
+    ) -> None:
+        """Note the shapes of a tile that has run without a recording."""
+        kind.noted.setdefault(mode, self.steps)
+        if kind.shapes is None:
+            weights = specs_of(stage.tensors) if kind.copies_weights else ()
+            kind.shapes = Shapes(weights, specs_of(inputs), specs_of([y, *after]))
+
+    def note_pullback(self, kind: _Kind, stage: Replayed, dy: Tensor | None) -> None:
+        """Note the shapes of a pullback that has run without a recording."""
+        shapes = kind.shapes
+        if shapes is None or shapes.cotangents or dy is None:
+            return
+        rest = iter(shapes.inputs)
+        results = [next(rest), *[next(rest) if dim is None else None for dim in stage.grows]]
+        results = [s if s is not None and s.dtype.is_floating_point else None for s in results]
+        sums = [
+            Spec(p.shape, accumulate_dtype(p.dtype)) if p.requires_grad else None for p in stage.parameters()
+        ]
+        # recurrent states' cotangents cross edges as sums do
+        d_after = [
+            s if s is None or dim is not None else s._replace(dtype=accumulate_dtype(s.dtype))
+            for s, dim in zip(shapes.outputs[1:], stage.grows, strict=True)
+        ]
+        cotangents = *specs_of([dy]), *d_after
+        kind.shapes = dataclasses.replace(
+            shapes, cotangents=cotangents, results=tuple(results), sums=tuple(sums)
+        )
+
+    def program(
+        self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], chunk: Batch
+    ) -> _Program | None:
+        """Return a mode's program, recorded if it is time; None if the tile runs by itself."""
+        if kind.failed:
+            return None
+        if not kind.copies_weights and kind.addresses and kind.addresses != stage.addresses():
+            kind.copies_weights, kind.shapes = True, None  # weights have moved: they may again
+            kind.drop()
+        if mode in kind.programs:
+            return kind.programs[mode]
+        if kind.shapes is None or kind.noted.get(mode, self.steps) == self.steps:
+            return None
+        if mode != "forward" and not kind.shapes.cotangents:
+            return None
+        try:
+            self.store_sums()
+            self._make_slots(kind)
+            self.bound = None
+            self.bind(kind, stage, inputs)  # a recorder may compute with what is there
+            kind.programs[mode] = self._record(kind, mode, stage, chunk)
+        except ArenaTooSmall as error:
+            kind.extra_bytes = error.nbytes
+            kind.drop()
+            return None
+        except (
+            Exception
+        ) as error:  # the stage itself runs next, and raises it again if it is not the recording's
+            self.fail(kind, stage, (str(error) or type(error).__name__).splitlines()[0])
+            return None
+        finally:
+            self.bound = None
+            self.runs += 1
+        return kind.programs[mode]
+
+    def fail(self, kind: _Kind, stage: Replayed, why: str) -> None:
+        """Run a kind's tiles by the stage itself from now on; log it."""
+        kind.failed = True
+        kind.drop()
+        LOGGER.warning(f"cuda_graphs: tiles of {stage.name} cannot be recorded and run as without it: {why}")
+
+    def _make_slots(self, kind: _Kind) -> None:
+        assert kind.shapes is not None
+        needed = max(
+            Slots(k.shapes).nbytes + k.extra_bytes for k in self.kinds.values() if k.shapes is not None
+        )
+        if self.memory is None or self.memory.numel() < Slots(kind.shapes).nbytes + kind.extra_bytes:
+            for other in self.kinds.values():
+                other.drop()
+            self.memory = None
+            self.memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        if kind.slots is None or kind.slots.nbytes != Slots(kind.shapes).nbytes:
+            kind.drop()
+            kind.slots = Slots(kind.shapes, self.memory)
+
+    def _record(self, kind: _Kind, mode: Mode, stage: Replayed, chunk: Batch) -> _Program:
+        """Record a mode of a stage, whose weights stand in the slots meanwhile."""
+        slots, inner, recorder = kind.slots, stage.stage, self.recorder
+        assert slots is not None and recorder is not None
+        kind.addresses = [] if kind.copies_weights else stage.addresses()
+        n = sum([dim is None for dim in inner.grows])
+        x, *state = slots.inputs[: 1 + n]
+        others = slots.inputs[1 + n :]
+        tile = RecordedTile(recorder.run_between, ExtraMemory(slots, self.memory_of_arena()))
+        static_state = tile.pasts(inner.grows, state, others[0] if others else None)
+        static_chunk, start = inner.with_program_inputs(chunk, others), chunk.start
+        with (
+            torch.no_grad(),
+            stage.weights_in(slots.weights) if kind.copies_weights else contextlib.nullcontext(),
+        ):
+            if mode == "forward":
+
+                def forward() -> None:
+                    y, after = inner.forward(x, static_state, static_chunk)
+                    torch._foreach_copy_(slots.outputs, [y, *after])
+
+                return _Program(recorder.record(forward), start, tile)
+            adds = mode == "linearize_adding"
+            gradients = _SlotGradients(stage, slots, slots.cotangents[0] if adds else None)
+            tapes, has_results = list[Pullback](), list[bool]()
+            call_stage = inner.linearize_again if mode == "linearize_again" else inner.linearize
+            for slot in without_nones(slots.cotangents):
+                slot.zero_()
+
+            def linearize() -> None:
+                y, after, tape = call_stage(x, static_state, static_chunk, gradients)
+                torch._foreach_copy_(slots.outputs, [y, *after])
+                tapes.append(tape)
+
+            def pull_back() -> None:
+                dy, *d_after = slots.cotangents
+                dx, d_before = tapes.pop()(dy, tuple(d_after))
+                pairs = list(zip(slots.results, (dx, *d_before), strict=True))
+                has_results.extend([slot is not None and d is not None for slot, d in pairs])
+                copy_pairs(itertools.compress(pairs, has_results))
+                gradients.copy_excess()
+
+            call = recorder.record(linearize)
+            program = _Program(call, start, tile, recorder.record(pull_back), has_results)
+            kind.has_sum = [p in gradients.touched for p in inner.parameters()]
+            return program
+
+    def memory_of_arena(self) -> Tensor:
+        """Return the arena's memory (bytes,), which is there once a kind has slots."""
+        assert self.memory is not None
+        return self.memory
+
+    # ------------------------------------------------------------------------------------------------ replays
+
+    def bind(self, kind: _Kind, stage: Replayed, inputs: Sequence[Tensor] = ()) -> None:
+        """Copy a tile's inputs into the slots and, if another stage's are there, the stage's weights."""
+        slots = kind.slots
+        assert slots is not None
+        summing, bound = self.summing, self.bound
+        if summing is not None and not (summing.stage is stage and summing.slots.shares_front(slots)):
+            self.store_sums()
+        targets, sources = list(slots.inputs if inputs else ()), list(inputs)
+        if not kind.reads_state:
+            n = sum([dim is None for dim in stage.grows])
+            del targets[1 : 1 + n], sources[1 : 1 + n]
+        has_weights = bound is not None and bound[1] is stage and bound[0].shares_front(slots)
+        if kind.copies_weights and not has_weights:
+            targets += slots.weights
+            sources += stage.tensors
+        self.bound = slots, stage
+        copy_all(targets, sources)
+
+    def run_call(
+        self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], state: State
+    ) -> int:
+        """Replay a mode's call; return the number by which its tape is valid."""
+        self.bind(kind, stage, inputs)
+        program = kind.programs[mode]
+        program.tile.state = state
+        program.call()
+        program.tile.state = ()
+        self.runs += 1
+        return self.runs
+
+    def pull_back(
+        self, kind: _Kind, mode: Mode, stage: Replayed, cotangents: Cotangents, gradients: Gradients
+    ) -> list[Tensor | None]:
+        """Replay a mode's pullback; return copies of the inputs' cotangents."""
+        slots, (*_, replay, has_results) = kind.slots, kind.programs[mode]
+        assert slots is not None and replay is not None
+        self._leave_others_sums(slots, gradients)
+        pairs = [(slot, d) for slot, d in zip(slots.cotangents, cotangents, strict=True) if slot is not None]
+        is_first, has_later = self.summing is None, any(d is not None for _, d in pairs[1:])
+        start, stop = slots.sums_range if has_later else slots.later_range
+        if not is_first:
+            stop = start if has_later else slots.sums_range[0]
+        if start < stop:  # one launch, as in most chunks either all states have cotangents or none has
+            slots.memory[start:stop].zero_()
+        for slot, d in pairs if has_later else ():
+            if d is None:
+                slot.zero_()
+        targets, sources = [slot for slot, d in pairs if d is not None], without_nones(d for _, d in pairs)
+        if is_first:
+            self._load_sums(slots, stage, gradients, targets, sources)
+            self.summing = _Summing(slots, stage, gradients, [False] * len(slots.sums))
+        copy_all(targets, sources)
+        replay()
+        summing = self.summing
+        assert summing is not None
+        summing.has_sum = [a or b for a, b in zip(summing.has_sum, kind.has_sum, strict=True)]
+        summing.pullbacks += 1
+        if summing.pullbacks == MAX_PLAIN_ADDITIONS:
+            self.store_sums()
+        copies = iter(copies_by_one_launch(without_nones(itertools.compress(slots.results, has_results))))
+        return [next(copies) if is_there else None for is_there in has_results]
+
+    def _leave_others_sums(self, slots: Slots, gradients: Gradients) -> None:
+        """Store sums that are in the arena, if they are of another step or in other places."""
+        summing = self.summing
+        if summing is not None and not (summing.gradients is gradients and summing.slots.shares_front(slots)):
+            self.store_sums()
+
+    def begin_sums(self, kind: _Kind, stage: Replayed, gradients: Gradients) -> None:
+        """Have a step's sums and the loss's cotangent in the slots, before a head adds to them."""
+        slots = kind.slots
+        assert slots is not None and gradients.loss_cotangent is not None
+        self._leave_others_sums(slots, gradients)
+        targets, sources = without_nones(slots.cotangents[:1]), [gradients.loss_cotangent]
+        if self.summing is None:
+            start, stop = slots.sums_range
+            slots.memory[start:stop].zero_()
+            self._load_sums(slots, stage, gradients, targets, sources)
+            self.summing = _Summing(slots, stage, gradients, list(kind.has_sum))
+        copy_all(targets, sources)
+
+    def _load_sums(
+        self,
+        slots: Slots,
+        stage: Replayed,
+        gradients: Gradients,
+        targets: list[Tensor],
+        sources: list[Tensor],
+    ) -> None:
+        """List the copies by which the sums in the slots, which are zeros, begin with those of a step."""
+        for parameter, total, excess in zip(stage.parameters(), slots.sums, slots.excess, strict=True):
+            if total is None or parameter not in gradients.sums:
+                continue
+            gradients._wait_for_sum(parameter)
+            targets.append(total)
+            sources.append(gradients.sums[parameter])
+            if excess is not None and parameter in gradients.excess:
+                targets.append(excess)
+                sources.append(gradients.excess[parameter])
+
+    def store_sums(self, is_last: bool = False) -> None:
+        """Hand the sums in the slots to the step that they belong to.
+
+        Args:
+            is_last: whether the stage will add nothing more. What no other stage adds to then has the
+                parameter's dtype, as the executor would round it: in float32 it would be there twice.
+        """
+        if self.summing is None:
+            return
+        summing, self.summing = self.summing, None
+        slots, gradients = summing.slots, summing.gradients
+        totals, excess, copies = dict[Tensor, Tensor](), dict[Tensor, Tensor](), list[Tensor]()
+        columns = zip(summing.stage.parameters(), summing.has_sum, slots.sums, slots.excess, strict=True)
+        for parameter, has_sum, total, rounding in columns:
+            if not has_sum or total is None:
+                continue
+            is_complete = is_last and parameter not in self.shared_parameters
+            dtype = parameter.dtype if is_complete else total.dtype
+            totals[parameter] = total
+            copies.append(torch.empty_like(total, dtype=dtype))
+            gradients.excess.pop(parameter, None)
+            if rounding is not None and not is_complete:
+                excess[parameter] = rounding
+        copies += [torch.empty_like(t) for t in excess.values()]
+        copy_all(copies, [*totals.values(), *excess.values()])
+        for parameter, total in zip(totals, copies, strict=False):
+            gradients.room.pop(parameter, None)
+            gradients.sums[parameter] = total
+        gradients.excess.update(zip(excess, copies[len(totals) :], strict=True))
+
+
+def differs(a: Tensor, b: Tensor) -> bool:
+    """Whether a replay's result a is not the stage's own, b; the host waits for it."""
+    difference = torch.linalg.vector_norm(a - b)
+    return bool(difference > MAX_DIFFERENCE[b.dtype] * torch.linalg.vector_norm(b))
+
+
+class _SlotGradients(Gradients):
+    """Sums in a kind's slots, to which its recorded pullbacks add."""
+
+    def __init__(self, stage: Replayed, slots: Slots, loss_cotangent: Tensor | None) -> None:
+        super().__init__(loss_cotangent=loss_cotangent)
+        self.touched = set[Tensor]()
+        self.slot_excess = dict[Tensor, Tensor]()
+        for parameter, total, excess in zip(stage.parameters(), slots.sums, slots.excess, strict=True):
+            if total is not None:
+                self.sums[parameter] = total
+            if excess is not None:
+                self.slot_excess[parameter] = excess
+        self.excess |= self.slot_excess
+
+    def add(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.touched.add(parameter)
+        super().add(parameter, gradient)
+
+    def _add_to_sums(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.touched.update([parameter for parameter, _ in pairs])
+        super()._add_to_sums(pairs)
+
+    def weight_sum(self, parameter: Tensor) -> WeightSum | None:
+        weight_sum = super().weight_sum(parameter)
+        if weight_sum is not None:
+            self.touched.add(parameter)
+        return weight_sum
+
+    def _sum_of(self, parameter: Tensor) -> Tensor:
+        self.touched.add(parameter)
+        return super()._sum_of(parameter)
+
+    def copy_excess(self) -> None:
+        """Copy to the slots what rounding has added.
+
+        Raises:
+            RuntimeError: a sum is compensated that has no slot for it.
+        """
+        if self.excess.keys() - self.slot_excess.keys():
+            raise RuntimeError("a gradient's sum is compensated for rounding, and was not before")
+        pairs = [(slot, self.excess[p]) for p, slot in self.slot_excess.items() if self.excess[p] is not slot]
+        copy_pairs(pairs)
+
+
+# ----------------------------------------------------------------------------------------------------- stages
+
+
+class Replayed(Stage):
+    """A stage whose tiles are replayed where they are recorded; the others run by the stage itself.
+
+    Attributes:
+        has_own_program: whether no other stage of the step is of its kind, so that a recording may read its
+            weights where they are.
+        is_whole_stage: whether the engine runs it; else a `LayerRun` does.
+    """
+
+    def __init__(self, stage: Stage, programs: Programs) -> None:
+        self.stage, self.programs = stage, programs
+        self.has_own_program = self.is_whole_stage = False
+        self._listed: list[Tensor] = list(stage.parameters())
+        self._tensors: list[Tensor] | None = None
+        self._keys: dict[bool, Hashable | None] = {}
+
+    @property
+    def name(self) -> str:
+        """The stage's class, for messages."""
+        inner = self.stage.stages[0] if isinstance(self.stage, LayerRun) else self.stage
+        return type(inner).__name__
+
+    @property
+    def structure(self) -> Hashable:
+        """The structure that all stages of its kind have in common; None if it is never recorded."""
+        return self.stage.program_structure
+
+    def key(self, chunk: Batch) -> Hashable | None:
+        """Return all that a tile's launches depend on besides shapes; None if it is not recorded."""
+        structure = self.structure
+        place = None if structure is None else self.stage.program_place(chunk)
+        return None if place is None else (structure, place, chunk.rows)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the stage reads in every tile: weights, or casts of them."""
+        if self._tensors is None:
+            self._tensors = self.stage.program_tensors()
+        return self._tensors
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of `tensors`."""
+        return [t.data_ptr() for t in self.tensors]
+
+    @contextlib.contextmanager
+    def weights_in(self, slots: Sequence[Tensor]) -> Iterator[None]:
+        """Put the slots' memory into the place of the tensors'."""
+        before = [t.data for t in self.tensors]
+        try:
+            for tensor, slot in zip(self.tensors, slots, strict=True):
+                tensor.data = slot
+            yield
+        finally:
+            for tensor, data in zip(self.tensors, before, strict=True):
+                tensor.data = data
+
+    # ------------------------------------------------------------------------------------------------- tiles
+
+    def _inputs(self, x: Tensor, state: State, chunk: Batch) -> list[Tensor]:
+        return [x, *recurrent_part(state, self.grows), *self.stage.program_inputs(chunk, state)]
+
+    def _outputs(self, slots: Slots, *, copies: bool) -> tuple[Tensor, State]:
+        """Return y and the state after a chunk; append-only pieces, which the slab has, stay in the slots.
+
+        Args:
+            copies: whether the others are copies; else they are there until the next replay.
+        """
+        y, *after = slots.outputs
+        if copies:
+            y, *recurrent = copies_by_one_launch([y, *recurrent_part(after, self.grows)])
+            rest = iter(recurrent)
+            after = [next(rest) if dim is None else s for s, dim in zip(after, self.grows, strict=True)]
+        return y, tuple(after)
+
+    def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        programs, inputs = self.programs, self._inputs(x, state, chunk)
+        kind = programs.kind(self, inputs, state, chunk)
+        if kind is None:
+            return self.stage.forward(x, state, chunk)
+        program = programs.program(kind, "forward", self, inputs, chunk)
+        if program is None:
+            y, after = self.stage.forward(x, state, chunk)
+            programs.note_forward(kind, "forward", self, inputs, y, after)
+            return y, after
+        programs.run_call(kind, "forward", self, inputs, state)
+        assert kind.slots is not None
+        y, after = self._outputs(kind.slots, copies=True)
+        if not kind.is_trusted(program, chunk):
+            kind.is_verified |= program.start != chunk.start
+            return self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
+        return y, after
+
+    def _compared(
+        self, kind: _Kind, replayed: tuple[Tensor, State], run: Callable[[], tuple[Tensor, State]]
+    ) -> tuple[Tensor, State]:
+        """Compare a recording's results with those of the stage itself, and return these."""
+        with torch.no_grad():
+            y, after = run()
+        dims = None, *self.grows
+        pairs = zip((replayed[0], *replayed[1]), (y, *after), dims, strict=True)
+        if any(dim is None and differs(a, b) for a, b, dim in pairs):
+            self.programs.fail(kind, self, "its launches depend on more than tensors")
+        kind.is_compared = True
+        return y, after
+
+    def _compare_forward(
+        self, kind: _Kind, x: Tensor, state: State, chunk: Batch, inputs: Sequence[Tensor]
+    ) -> None:
+        """Compare a forward's recording for this chunk, if there is one: `linearize_again` has no results."""
+        program = kind.programs.get("forward")
+        if program is None or program.start == chunk.start:
+            return
+        self.programs.run_call(kind, "forward", self, inputs, state)
+        assert kind.slots is not None
+        replayed = self._outputs(kind.slots, copies=True)
+        kind.is_verified = True
+        self._compared(kind, replayed, lambda: self.stage.forward(x, state, chunk))
+
+    def end_backward(self) -> None:
+        self.stage.end_backward()
+        self._tensors = None  # casts of weights
+
+    def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        return self.stage.advance(x, state, chunk)
+
+    def linearize(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return self._linearize("linearize", x, state, chunk, gradients)
+
+    def linearize_again(
+        self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        return self._linearize("linearize_again", x, state, chunk, gradients)
+
+    def _linearize(
+        self, mode: Mode, x: Tensor, state: State, chunk: Batch, gradients: Gradients
+    ) -> tuple[Tensor, State, Pullback]:
+        programs, inputs = self.programs, self._inputs(x, state, chunk)
+        kind = programs.kind(self, inputs, state, chunk)
+        call = self.stage.linearize if mode == "linearize" else self.stage.linearize_again
+        if self.is_loss and gradients.loss_cotangent is not None:
+            programs.store_sums()  # to which the stage itself may add at once
+            # of a head by itself the cotangent is 1 at first, and the sum may as well begin with zeros
+            if self.is_whole_stage or any(p in gradients.sums for p in self._listed):
+                mode = "linearize_adding"
+        if kind is None:
+            return self._eager(call(x, state, chunk, gradients))
+        program = programs.program(kind, mode, self, inputs, chunk)
+        if program is not None and mode == "linearize_again" and not kind.is_verified:
+            self._compare_forward(kind, x, state, chunk, inputs)
+            is_usable = not kind.failed and kind.is_trusted(program, chunk)
+            program = program if is_usable else None
+        if program is None:
+            y, after, tape = call(x, state, chunk, gradients)
+            programs.note_forward(kind, mode, self, inputs, y, after)
+            return self._eager((y, after, tape), kind)
+        if mode == "linearize_adding":
+            programs.bind(kind, self)
+            programs.begin_sums(kind, self, gradients)
+        run = programs.run_call(kind, mode, self, inputs, state)
+        assert kind.slots is not None
+        y, after = self._outputs(kind.slots, copies=mode != "linearize_again")
+        if not kind.is_trusted(program, chunk):
+            kind.is_verified |= program.start != chunk.start
+            y, after = self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
+
+        def pull_back(dy: Tensor | None, d_after: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            program = programs.program(kind, mode, self, inputs, chunk)
+            if dy is None or program is None:
+                programs.store_sums()
+                run_tile = gradients.unlisted_leaves.run_tile
+                return run_tile(lambda: call(x, state, chunk, gradients))[2](dy, d_after)
+            if programs.runs != run:
+                assert mode != "linearize_adding", "a head is pulled back before anything else is replayed"
+                programs.run_call(kind, mode, self, inputs, state)
+            dx, *d_before = programs.pull_back(kind, mode, self, (dy, *d_after), gradients)
+            if self.is_loss or not chunk.start:  # other stages are next; or it is the last one
+                programs.store_sums(is_last=not self.is_loss)
+            return dx, tuple(d_before)
+
+        return y, after, Tape(pull_back, ())
+
+    def _eager(
+        self, results: tuple[Tensor, State, Pullback], kind: _Kind | None = None
+    ) -> tuple[Tensor, State, Pullback]:
+        """Return a tile's results; its pullback takes the sums back from the arena first."""
+        y, after, tape = results
+        return y, after, _EagerTape(tape, self, kind)
+
+    # ---------------------------------------------------------------------------- what the stage itself says
+
+    @property
+    def stateful(self) -> bool:
+        return self.stage.stateful
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self.stage.grows
+
+    @property
+    def reach(self) -> int:
+        return self.stage.reach
+
+    @property
+    def takes_state_handoff(self) -> bool:
+        return self.stage.takes_state_handoff
+
+    @property
+    def is_many_layers(self) -> bool:
+        return self.stage.is_many_layers
+
+    @property
+    def fetches(self) -> bool:
+        return self.stage.fetches
+
+    @property
+    def is_loss(self) -> bool:
+        return self.stage.is_loss
+
+    @property
+    def precisions(self) -> Set[torch.dtype]:
+        return self.stage.precisions
+
+    def parts(self, state: State) -> list[tuple[Stage, State]]:
+        return self.stage.parts(state)
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self._listed
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.stage.modules()
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return self.stage.running()
+
+    def forget(self, start: int) -> None:
+        self.stage.forget(start)
+
+    def forward_noting_decay(
+        self, x: Tensor, state: State, chunk: Batch, decays: Decays
+    ) -> tuple[Tensor, State]:
+        return self.stage.forward_noting_decay(x, state, chunk, decays)
+
+    def windowed_vjp(self, inputs: Windowed, gradients: Gradients) -> tuple[Tensor, Cotangents]:
+        return self.stage.windowed_vjp(inputs, gradients)
+
+
+class _EagerTape(Tape):
+    """The tape of a tile that no recording has run. Sums leave the arena before it adds to them.
+
+    Args:
+        kind: of the tile, which notes the cotangent's shape; None if it is never recorded.
+    """
+
+    def __init__(self, tape: Pullback, stage: Replayed, kind: _Kind | None) -> None:
+        super().__init__(tape, ())
+        self.stage, self.kind = stage, kind
+
+    def __call__(self, dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+        programs = self.stage.programs
+        programs.store_sums()
+        if self.kind is not None:
+            programs.note_pullback(self.kind, self.stage, dy)
+        return self.pullback(dy, dstate)
+
+    def check_is_ours(self) -> None:
+        if isinstance(self.pullback, Tape):
+            self.pullback.check_is_ours()
+
+
+def _in_runs(stage: Stage, programs: Programs) -> Stage:
+    """Return a stage with its parts that may be recorded as `Replayed` ones, layers in a row as one."""
+    if not isinstance(stage, LayerRun):
+        return stage if stage.program_structure is None else Replayed(stage, programs)
+    stages = list[Stage]()
+    for is_recorded, group in itertools.groupby(stage.stages, _is_recorded_layer):
+        members = list(group)
+        if not is_recorded:
+            stages += [_in_runs(member, programs) for member in members]
+        else:
+            stages.append(Replayed(members[0] if len(members) == 1 else LayerRun(members), programs))
+    return stages[0] if len(stages) == 1 else LayerRun(stages)
+
+
+def _is_recorded_layer(stage: Stage) -> bool:
+    return stage.program_structure is not None and not stage.is_loss
+
+
+def _replayed(stage: Stage) -> Iterator[Replayed]:
+    """Yield the `Replayed` stages that a stage is, or is made of."""
+    for member in stage.stages if isinstance(stage, LayerRun) else [stage]:
+        if isinstance(member, Replayed):
+            yield member

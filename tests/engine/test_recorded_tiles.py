@@ -1,0 +1,325 @@
+"""Recorded tiles (`Exact(cuda_graphs=True)`) give the gradients of tiles that run by themselves, to the bit.
+
+On a CPU `OperatorRecorder` stands in for CUDA graphs: everything else is the code that a GPU would run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from adjoint import Exact
+from adjoint.engine import programs
+from adjoint.engine.attention_between import RecordedTile
+from adjoint.errors import UserError
+from adjoint.train.config import TrainingConfig
+from adjoint.train.layout import Layout
+from tests.both_kinds import STACKS, ModelOfEitherKind
+from tests.engine.operator_recorder import OperatorRecorder
+from tests.model_helpers import make_model
+
+LENGTH, CHUNK = 43, 8
+# Models, and how: options of their method beside the chunk size.
+QUICK = ["mamba2", "hybrid", "BambaForCausalLM"]
+SLOW_STACKS = [name for name in STACKS if name not in QUICK]
+SLOW_CLASSES = [
+    *("MambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM", "FalconH1ForCausalLM", "LlamaForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM"),
+    *("KimiLinearForCausalLM", "MiniMaxForCausalLM", "Lfm2ForCausalLM", "Gemma3ForCausalLM"),
+    *("GraniteForCausalLM", "NemotronHForCausalLM"),
+]
+# Their experts read on the host which tokens they get: such layers run by themselves.
+WITH_EXPERTS = ("JambaForCausalLM", "Qwen3NextForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM")
+
+
+@pytest.fixture(autouse=True)
+def cpu_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(programs.RECORDERS, "cpu", OperatorRecorder)
+
+
+class Twins:
+    """Two copies of a model, one of them with recordings, and their steps.
+
+    Args:
+        name: as in `ModelOfEitherKind`.
+        options: of `Exact`.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        options = {"chunk_size": CHUNK, "segment_layers": 1} | options
+        self.methods = Exact(**options), Exact(**options, cuda_graphs=True)
+        self.models = [ModelOfEitherKind(name), ModelOfEitherKind(name)]
+        self.models[1].model.load_state_dict(self.models[0].model.state_dict())
+        self.step_number = 0
+
+    @property
+    def programs(self) -> programs.Programs:
+        model = self.models[1].model
+        return model._programs if self.models[1].is_stack else model._adjoint.programs
+
+    @property
+    def recorder(self) -> OperatorRecorder:
+        recorder = self.programs.recorder
+        assert isinstance(recorder, OperatorRecorder)
+        return recorder
+
+    def step(self, length: int = LENGTH, rows: int = 2, documents: bool = False) -> None:
+        """Compare a step of both, and change their weights."""
+        self.step_number += 1
+        generator = torch.Generator().manual_seed(self.step_number)
+        ids = torch.randint(17, (rows, length), generator=generator)
+        seq_idx = (torch.arange(length) // 11).expand(rows, -1) if documents else None
+        results = []
+        for model, method in zip(self.models, self.methods, strict=True):
+            results.append(model.results(method, model.inputs(ids, ids, seq_idx)))
+        expected, replayed = results
+        assert expected.keys() == replayed.keys()
+        for name, value in expected.items():
+            assert torch.equal(replayed[name], value), f"step {self.step_number}, {name}"
+        for model in self.models:
+            with torch.no_grad():
+                for name, p in model.model.named_parameters():
+                    if name in expected:
+                        p -= 0.05 * expected[name]
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_STACKS + SLOW_CLASSES)]
+)
+def test_replayed_tiles_have_the_gradients_of_tiles_that_run(name: str) -> None:
+    twins = Twins(name)
+    twins.step()
+    assert twins.recorder.recordings == 0
+    twins.step()
+    recordings, replays = twins.recorder.recordings, twins.recorder.replays
+    assert recordings > 0 and replays > 0
+    for _ in range(2):  # some had to be compared first, or needed more memory
+        twins.step()
+    recordings = twins.recorder.recordings
+    twins.step()
+    assert twins.recorder.replays > 2 * replays and twins.recorder.recordings == recordings
+    assert any(kind.failed for kind in twins.programs.kinds.values()) == (name in WITH_EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"segment_layers": 2},
+        {"segment_layers": None},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"segment_layers": None, "checkpoints": 2},
+    ],
+    ids=str,
+)
+def test_storage_of_the_method(options: dict[str, Any]) -> None:
+    twins = Twins("mixed, untied" if options.get("segment_layers") == 2 else "mamba2", **options)
+    for _ in range(3):
+        twins.step()
+    assert twins.recorder.replays > 0
+
+
+def test_autocast() -> None:
+    """Casts of weights are other tensors in each step, also of a layer that is the only one of its kind."""
+    twins = Twins("hybrid")
+    for model in twins.models:
+        model.model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(5):
+            twins.step()
+    assert twins.recorder.replays > 0
+    assert not any(kind.failed for kind in twins.programs.kinds.values())
+
+
+def test_one_recording_serves_all_layers_of_a_kind() -> None:
+    numbers = []
+    for layers in (3, 6):
+        twins = Twins("mamba2")
+        for model in twins.models:
+            model.model = make_model("mamba2", n_layer=layers)
+        for _ in range(3):
+            twins.step(length=4 * CHUNK)
+        numbers.append(twins.recorder.recordings)
+        weights = sum(p.nbytes for p in twins.models[1].model.layers[0].parameters())
+        assert twins.programs.memory is not None
+        assert twins.programs.memory.numel() < 8 * weights
+    assert numbers[0] == numbers[1]
+
+
+def test_what_changes_between_steps() -> None:
+    """Shapes, settings, what is trained, and weights that are other tensors."""
+    twins = Twins("hybrid")
+    for _ in range(2):
+        twins.step()
+    twins.step(length=29, rows=1)
+    twins.step(length=29, rows=1)
+    for model in twins.models:
+        model.model.layers[0].norm.eps = 0.1
+        model.model.layers[2].mixer.in_proj.weight.requires_grad_(False)
+    twins.step()
+    twins.step()
+    for model in twins.models:
+        for p in model.model.parameters():
+            p.data = p.data.clone()
+        model.model.lm_head.weight = torch.nn.Parameter(model.model.lm_head.weight.detach().clone())
+    twins.step()
+    twins.step()
+    for model in twins.models:
+        model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+    twins.step()
+    twins.step()
+
+
+def test_documents_run_by_themselves() -> None:
+    twins = Twins("mamba2")
+    for _ in range(2):
+        twins.step(documents=True)
+    assert twins.recorder.replays <= 4 * twins.recorder.recordings  # the head's alone
+
+
+def test_gradients_are_accumulated_and_a_backward_is_repeated() -> None:
+    twins = Twins("mamba2")
+    for _ in range(2):
+        twins.step()
+    ids = torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    gradients = []
+    for model, method in zip(twins.models, twins.methods, strict=True):
+        model.model.zero_grad()
+        losses = [model.model(i, labels=i, method=method).loss for i in (ids, ids.flip(1))]
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+        gradients.append({name: p.grad for name, p in model.model.named_parameters()})
+    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+
+
+def test_states_and_their_gradients() -> None:
+    twins = Twins("hybrid")
+    for _ in range(2):
+        twins.step()
+    ids = torch.randint(17, (2, 2 * LENGTH), generator=torch.Generator().manual_seed(8))
+    gradients = []
+    for model, method in zip(twins.models, twins.methods, strict=True):
+        model.model.zero_grad()
+        first, second = ids.chunk(2, dim=1)
+        for _ in range(2):
+            output = model.model(first, labels=first, method=method, return_state=True)
+            rest = model.model(second, labels=second, method=method, state=output.state)
+            (output.loss + rest.loss).backward()
+        gradients.append({name: p.grad for name, p in model.model.named_parameters()})
+    assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
+
+
+def test_steps_without_gradients() -> None:
+    """A loss without a backward is recorded, too, and the same after training has begun."""
+    twins = Twins("hybrid")
+    ids = torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(9))
+
+    def losses() -> list[torch.Tensor]:
+        with torch.no_grad():
+            pairs = zip(twins.models, twins.methods, strict=True)
+            return [model.model(ids, labels=ids, method=method).loss for model, method in pairs]
+
+    for _ in range(3):
+        expected, replayed = losses()
+        assert torch.equal(replayed, expected)
+    assert twins.recorder.replays > 0
+    for _ in range(3):
+        twins.step()
+        expected, replayed = losses()
+        assert torch.equal(replayed, expected)
+
+
+class Failing(OperatorRecorder):
+    def record(self, function: Any) -> Any:
+        if self.recordings == 2:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return super().record(function)
+
+
+def test_a_recording_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(programs.RECORDERS, "cpu", Failing)
+    twins = Twins("mamba2")
+    for _ in range(3):
+        twins.step()
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) >= 1
+    assert set(warnings) <= {
+        f"cuda_graphs: tiles of {name} cannot be recorded and run as without it: operation not permitted "
+        "when stream is capturing"
+        for name in ("Layer", "Head")
+    }
+    assert any(kind.failed for kind in twins.programs.kinds.values())
+
+
+def test_a_recording_that_knows_its_chunk_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Positions that are numbers of the recorded chunk: a comparison with the next chunk finds them."""
+    pasts = RecordedTile.pasts
+
+    def with_constants(self: Any, grows: Any, tensors: Any, places: Any) -> Any:
+        return pasts(self, grows, tensors, None if places is None else places.clone())
+
+    monkeypatch.setattr(RecordedTile, "pasts", with_constants)
+    twins = Twins("attention")
+    for _ in range(3):
+        twins.step()
+    assert (
+        "cuda_graphs: tiles of Layer cannot be recorded and run as without it: its launches depend on "
+        in str(caplog.messages)
+    )
+
+
+def test_without_a_gpu_nothing_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(programs.RECORDERS, "cpu")
+    caplog.set_level(logging.INFO, "adjoint")
+    twins = Twins("mamba2")
+    twins.step()
+    twins.step()
+    assert twins.programs.recorder is None and not twins.programs.kinds
+    said = [line for line in caplog.messages if line.startswith("cuda_graphs")]
+    assert said == ["cuda_graphs: on cpu nothing is recorded, and every tile runs as without it"]
+
+
+def test_a_model_that_is_one_stage_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "adjoint")
+    twins = Twins("BambaForCausalLM", segment_layers=None)
+    twins.step()
+    twins.step()
+    said = [line for line in caplog.messages if line.startswith("cuda_graphs")]
+    assert len(said) == 1 and "no layer of this step is recorded" in said[0]
+    assert twins.recorder.recordings == 0
+
+
+def test_copies_have_no_recordings() -> None:
+    twins = Twins("mamba2")
+    for _ in range(2):
+        twins.step()
+    for model in (copy.deepcopy(twins.models[1].model), pickle.loads(pickle.dumps(twins.models[1].model))):
+        assert model._programs.recorder is None and not model._programs.kinds
+
+
+@pytest.mark.parametrize("options", [{"memory": "1GB"}, {"offload": True}, {"keep": "offload"}], ids=str)
+def test_options_that_do_not_go_with_it(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cuda_graphs has memory of its own for each chunk"):
+        Exact(cuda_graphs=True, **options)
+
+
+def test_modes_that_refuse_it() -> None:
+    method, ids = Exact(cuda_graphs=True), torch.zeros(1, 8, dtype=torch.int64)
+    both_directions = make_model("mamba2", bidirectional="tied")
+    with pytest.raises(UserError, match="cuda_graphs is for chunks that pass through layers"):
+        both_directions(ids, labels=ids, method=method)
+    with pytest.raises(UserError, match=r"method\.cuda_graphs: works in one process only"):
+        Layout().check_run(method, TrainingConfig())
+    with pytest.raises(UserError, match="cuda_graphs: ranks that share a sequence"):
+        programs.refuse_graphs(programs.PLAIN_WEIGHTS, shares_sequence=True)
+    with pytest.raises(UserError, match="these are held as fully_shard: drop it"):
+        programs.refuse_graphs("fully_shard", shares_sequence=False)
