@@ -48,18 +48,18 @@ class CopiedSlot:
     """A place of a tensor in a module that a part has as a copy, and in the model's own module.
 
     Attributes:
-        copied, own: the modules' `_parameters` or `_buffers`. key: of the tensor in both.
+        copied, current: the modules' `_parameters` or `_buffers`. key: of the tensor in both.
         tensor: what the model's module had when the part got it.
     """
 
     copied: dict[str, Tensor | None]
-    own: dict[str, Tensor | None]
+    current: dict[str, Tensor | None]
     key: str
     tensor: Tensor | None
 
     def update(self) -> None:
         """Hand on the tensor that is in the model's module now, such as one of `functional_call`."""
-        tensor = self.own.get(self.key)
+        tensor = self.current.get(self.key)
         if tensor is not self.tensor:
             self.copied[self.key] = self.tensor = tensor
 
@@ -71,8 +71,11 @@ def copied_slots(part_model: nn.Module, model: nn.Module) -> list[CopiedSlot]:
         original = modules.get(name)
         if original is None or original is module or type(original) is not type(module):
             continue
-        for copied, own in ((module._parameters, original._parameters), (module._buffers, original._buffers)):
-            slots += [CopiedSlot(copied, own, key, tensor) for key, tensor in own.items()]
+        for copied, current in (
+            (module._parameters, original._parameters),
+            (module._buffers, original._buffers),
+        ):
+            slots += [CopiedSlot(copied, current, key, tensor) for key, tensor in current.items()]
     return slots
 
 
