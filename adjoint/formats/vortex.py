@@ -14,7 +14,9 @@ vortex's filters are hyena_se's, hyena_mr's and hyena_li's, in other forms:
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from adjoint.formats.names import EMBEDDING, HEAD, Values, Weights, with_tied_ta
 from adjoint.formats.tensor_files import read_tensors
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import StackConfig
+from adjoint.settings import NotNegative, Positive, PositiveNumber, read_value
 
 LONG = 128  # taps from which on vortex convolves by FFT, with a gain
 _KINDS = {
@@ -59,6 +62,28 @@ _FIXED: dict[str, tuple[object, object]] = {
     "qkv_proj_bias": (False, True),
     "smeared_gqa": (False, False),
 }
+# What kind of value each setting has, where it is given.
+_HINTS: dict[str, object] = {
+    **dict.fromkeys(_KINDS, list[NotNegative]),
+    **dict.fromkeys(("eps", "rotary_emb_base", "rotary_emb_scaling_factor"), PositiveNumber),
+    **dict.fromkeys(
+        (
+            *("hcm_filter_groups", "hcm_filter_length", "hcs_filter_groups", "hcs_filter_length"),
+            *("hidden_size", "inner_mlp_size", "inner_size_multiple_of", "model_parallel_size"),
+            *("num_attention_heads", "num_filters", "num_layers"),
+            *("short_filter_length", "state_size", "vocab_size"),
+        ),
+        Positive,
+    ),
+    **dict.fromkeys(
+        (
+            *("column_split", "evo2_style_activations", "hyena_flip_x1x2", "hyena_out_proj_bias"),
+            *("interleave", "mha_out_proj_bias", "short_filter_bias", "tie_embeddings"),
+            "use_interpolated_rotary_pos_emb",
+        ),
+        bool,
+    ),
+}
 _MLP = {"l1": "in_proj", "l2": "in_proj", "l3": "out_proj"}
 
 
@@ -72,14 +97,56 @@ def read(file: Path, settings: Path | Values) -> tuple[StackConfig, Weights]:
         UserError: a file cannot be read, or the model has parts that a stack lacks.
     """
     values = settings if isinstance(settings, dict) else read_settings(settings)
-    try:
+    with _naming(file):
+        values = _typed(values)
         config = read_config(values)
-        with torch.serialization.safe_globals([io.BytesIO]):  # which Transformer Engine stores beside weights
-            tensors = read_tensors(file)
+    tensors = _read_tensors(file)
+    with _naming(file):
         return read_weights(values, config, from_savanna(values, config, tensors))
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Raise errors about settings and tensors as a UserError of one line that begins with the file's name."""
+    try:
+        yield
     except (ValueError, KeyError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{file}: {missing}") from None
+    except (RuntimeError, IndexError) as error:  # torch's, of a tensor without the shape that it should have
+        raise UserError(f"{file}: {' '.join(str(error).split())[:200]}") from None
+
+
+def _typed(settings: Values) -> Values:
+    """Return the settings, those that are read converted to the kinds of value that they have.
+
+    Raises:
+        ValueError: one is of another kind.
+    """
+    typed = dict(settings)
+    for name in typed.keys() & _HINTS.keys():
+        try:
+            typed[name] = read_value(typed[name], _HINTS[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return typed
+
+
+def _read_tensors(file: Path) -> Weights:
+    """Return the tensors of a file by name.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    if not file.is_file():
+        raise UserError(
+            f"{file}: no such file; download one, such as of arcinstitute/evo2_7b on Hugging Face"
+        )
+    with torch.serialization.safe_globals([io.BytesIO]):  # which Transformer Engine stores beside weights
+        values: object = read_tensors(file)
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise UserError(f"{file}: holds no tensors by name; name a file of weights that vortex reads")
+    return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
 
 
 def read_settings(file: Path) -> Values:
@@ -92,7 +159,7 @@ def read_settings(file: Path) -> Values:
 
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{file}: has no settings")
@@ -111,7 +178,7 @@ def read_config(settings: Values) -> StackConfig:
             raise ValueError(f"{name} is {setting!r}, a Stack has only {value!r}")
     d_model, n_layer = settings["hidden_size"], settings["num_layers"]
     kinds = {k: kind for name, kind in _KINDS.items() for k in settings[name]}
-    if sorted(kinds) != list(range(n_layer)):
+    if sorted(k for name in _KINDS for k in settings[name]) != list(range(n_layer)):
         raise ValueError(f"{', '.join(_KINDS)} do not name each of the {n_layer} layers once")
     if settings["num_filters"] != d_model:
         raise ValueError(f"num_filters is {settings['num_filters']}, a Stack has only hidden_size, {d_model}")
@@ -162,39 +229,56 @@ def read_weights(settings: Values, config: StackConfig, weights: Weights) -> tup
     """Return the configuration and the weights under a stack's names.
 
     Raises:
-        ValueError: a pole is above 1.
+        ValueError: a pole is above 1, or a tensor does not fit.
         KeyError: a tensor is missing.
     """
     tables = {"embedding_layer.weight": EMBEDDING, "unembed.weight": HEAD, "norm.scale": "norm_f.weight"}
     renamed = {ours: weights[theirs] for theirs, ours in tables.items() if theirs in weights}
     for k, kind in enumerate(config.mixers):
         theirs, ours = f"blocks.{k}.", f"layers.{k}."
-        layer = {
-            name.removeprefix(theirs): tensor
-            for name, tensor in weights.items()
-            if name.startswith(theirs) and isinstance(tensor, Tensor) and not name.endswith("_extra_state")
-        }
-        mixer = _attention(settings, layer) if kind == "attention" else _hyena(settings, kind, layer)
-        mlp = {name: layer[f"mlp.{name}.weight"] for name in _MLP}
-        renamed |= {
-            f"{ours}norm.weight": layer["pre_norm.scale"],
-            f"{ours}norm2.weight": layer["post_norm.scale"],
-            f"{ours}mlp.in_proj.weight": torch.cat([mlp["l1"], mlp["l2"]]),
-            f"{ours}mlp.out_proj.weight": mlp["l3"],
-            **{f"{ours}mixer.{name}": tensor for name, tensor in mixer.items()},
-        }
+        layer = {n.removeprefix(theirs): tensor for n, tensor in weights.items() if n.startswith(theirs)}
+        try:
+            block = _block(settings, kind, layer)
+        except KeyError as error:
+            raise KeyError(f"{theirs}{error.args[0]}") from None
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise ValueError(f"block {k}: {' '.join(str(error).split())[:200]}") from None
+        renamed |= {f"{ours}{name}": tensor for name, tensor in block.items()}
+    for name, tensor in renamed.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is of {tensor.dtype}: weights are numbers of floating point")
     return with_tied_table(renamed, config)
+
+
+def _block(settings: Values, kind: str, layer: Weights) -> Weights:
+    """Return a block's weights under the names that a stack's block has."""
+    mixer = _attention(settings, layer) if kind == "attention" else _hyena(settings, kind, layer)
+    mlp = {name: layer[f"mlp.{name}.weight"] for name in _MLP}
+    return {
+        "norm.weight": layer["pre_norm.scale"],
+        "norm2.weight": layer["post_norm.scale"],
+        "mlp.in_proj.weight": torch.cat([mlp["l1"], mlp["l2"]]),
+        "mlp.out_proj.weight": mlp["l3"],
+        **{f"mixer.{name}": tensor for name, tensor in mixer.items()},
+    }
 
 
 def from_savanna(settings: Values, config: StackConfig, weights: Weights) -> Weights:
     """Return the tensors under vortex's names, if they are savanna's; else as they are.
 
     savanna numbers blocks among other modules, with the embedding first and the last norm last. Its modal
-    filters have poles e^(-e^(p + gamma)), and decays of longer filters are tensors of their own."""
+    filters have poles e^(-e^(p + gamma)), and decays of longer filters are tensors of their own.
+
+    Raises:
+        ValueError: blocks are missing, or a tensor does not fit.
+        KeyError: a tensor is missing.
+    """
     named = {name.removeprefix("module.").removeprefix("sequential."): t for name, t in weights.items()}
-    numbers = sorted({int(n.partition(".")[0]) for n in named if n[0].isdigit() and ".mixer." in n})
+    numbers = sorted({int(n.partition(".")[0]) for n in named if n[:1].isdigit() and ".mixer." in n})
     if not numbers:
         return weights
+    if len(numbers) != config.n_layer:
+        raise ValueError(f"has {len(numbers)} blocks, and num_layers is {config.n_layer}")
     renamed: Weights = {}
     for name, tensor in named.items():
         number, _, rest = name.partition(".")

@@ -43,6 +43,42 @@ from adjoint.kernels.unread import nan_for_zeros
 from adjoint.methods import Exact
 
 
+@dataclasses.dataclass
+class CopiedSlot:
+    """A place of a tensor in a module that a part has as a copy, and in the model's own module.
+
+    Attributes:
+        copied, current: the modules' `_parameters` or `_buffers`. key: of the tensor in both.
+        tensor: what the model's module had when the part got it.
+    """
+
+    copied: dict[str, Tensor | None]
+    current: dict[str, Tensor | None]
+    key: str
+    tensor: Tensor | None
+
+    def update(self) -> None:
+        """Hand on the tensor that is in the model's module now, such as one of `functional_call`."""
+        tensor = self.current.get(self.key)
+        if tensor is not self.tensor:
+            self.copied[self.key] = self.tensor = tensor
+
+
+def copied_slots(part_model: nn.Module, model: nn.Module) -> list[CopiedSlot]:
+    """Return the places of tensors in a part's copies of the model's modules."""
+    modules, slots = dict(model.named_modules()), list[CopiedSlot]()
+    for name, module in part_model.named_modules():
+        original = modules.get(name)
+        if original is None or original is module or type(original) is not type(module):
+            continue
+        for copied, current in (
+            (module._parameters, original._parameters),
+            (module._buffers, original._buffers),
+        ):
+            slots += [CopiedSlot(copied, current, key, tensor) for key, tensor in current.items()]
+    return slots
+
+
 class LayerSegments:
     """The segments of a model in one state, made once for each length.
 
@@ -56,6 +92,7 @@ class LayerSegments:
         self.description, self.last_products = description, last_products
         self.shared_positions = SharedPositions()
         self._parts: dict[range, tuple[PreTrainedModel, StageParts]] = {}
+        self._copied_slots: dict[range, list[CopiedSlot]] = {}
 
     def divide(self, lm: Backbone, layers: int) -> Sequence[Stage]:
         """Return stages of so many layers each that together are `lm`, with or without a head."""
@@ -73,7 +110,9 @@ class LayerSegments:
         return [*stages, LossHead(lm)] if isinstance(lm, CausalLM) else stages
 
     def _make_part(self, model: PreTrainedModel, span: range) -> tuple[PreTrainedModel, StageParts]:
-        """Return the model with the layers of `span` alone, made once, without the head."""
+        """Return the model with the layers of `span` alone, made once, without the head.
+
+        It has the tensors that the model has now."""
         if span not in self._parts:
             backbone = backbone_of(model)
             layers = getattr(backbone, self.description.layers)
@@ -95,6 +134,9 @@ class LayerSegments:
                 part_model, entry, self.shared_positions, last_product, [*(layers[k] for k in span), *ends]
             )
             self._parts[span] = part_model, parts
+            self._copied_slots[span] = copied_slots(part_model, model)
+        for slot in self._copied_slots[span]:
+            slot.update()
         return self._parts[span]
 
 

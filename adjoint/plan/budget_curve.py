@@ -32,7 +32,8 @@ class CurvePoint(NamedTuple):
 
 
 def budget_curve(fit: Fit, seconds_of: Callable[[Fit, Sequence[range]], float]) -> list[CurvePoint]:
-    """Return `Exact` without a budget and with some, backpropagation with checkpointing, and without.
+    """Return `Exact` without a budget and with some, a `Stack`'s backpropagation with checkpointing, and
+    backpropagation without; of layers that read in both directions `Exact` alone.
 
     Args:
         fit: the setup of a model in one process, by `Exact`.
@@ -60,8 +61,9 @@ def budget_curve(fit: Fit, seconds_of: Callable[[Fit, Sequence[range]], float]) 
     for budget in budgets_of(dataclasses.replace(setup, method=plain), spans):
         limited = fit.with_method(memory=budget).setup.method
         curve.append(point(f'Exact(memory="{_written(budget)}")', limited, budget))
-    if setup.model.kind != "bidirectional":
+    if setup.model.kind == "stack":  # a wrapped model runs its own forward, whatever checkpoint says
         curve.append(point("Backprop(checkpoint=True)", Backprop(checkpoint=True)))
+    if setup.model.kind != "bidirectional":
         curve.append(point("Backprop()", Backprop()))
     return curve
 

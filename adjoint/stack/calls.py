@@ -495,7 +495,7 @@ class Stack(ChunkedStack):
             ValueError: a file is missing or damaged, or the model has parts that a stack lacks.
         """
         values = settings if isinstance(settings, dict) else Path(settings)
-        return _with_weights(*vortex.read(Path(file), values))
+        return _with_stored_weights(file, *vortex.read(Path(file), values))
 
 
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
@@ -512,11 +512,15 @@ def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
 
 
 def _read(directory: str | Place, layout: str | None = None) -> Stack:
-    config, weights = from_pretrained(place_of(directory), layout)
+    return _with_stored_weights(directory, *from_pretrained(place_of(directory), layout))
+
+
+def _with_stored_weights(source: str | Path | Place, config: StackConfig, weights: StoredWeights) -> Stack:
+    """Return `_with_weights`; an error names the file or folder that they come from."""
     try:
         return _with_weights(config, weights)
     except ValueError as error:
-        raise UserError(f"{directory}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
 
 
 def _with_weights(config: StackConfig, weights: StoredWeights) -> Stack:

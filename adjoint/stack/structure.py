@@ -263,13 +263,12 @@ class StackModules(nn.Module):
             ValueError: lm_head or norm_f is more than its weight.
         """
         modules = self.norm_f, self.lm_head
-        if parameters is not None:
-            replacements = dict(zip(self.head_parameters(), parameters, strict=True))
-            with contextlib.ExitStack() as in_place:
+        with contextlib.ExitStack() as in_place:
+            if parameters is not None:
+                replacements = dict(zip(self.head_parameters(), parameters, strict=True))
                 for module in modules:
                     in_place.enter_context(ModuleTensors(module).replaced(replacements))
-                return self.head_loss(y, targets, whole_tokens=whole_tokens, weights=weights)
-        with fetched(*modules):
+            in_place.enter_context(fetched(*modules))
             return self._head_loss(y, targets, whole_tokens, weights)
 
     def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
@@ -293,7 +292,14 @@ class StackModules(nn.Module):
         shard = None if split is None else split.vocabulary_shard
         normalised = joined_strands(normalised) if self.config.strands == 2 else normalised
         weight = self.head_weight()
-        is_loss = getattr(self.head_loss, "__func__", None) is StackModules.head_loss  # not a user's, of this
+        # a subclass's own may make another loss of this one
+        is_loss = all(
+            getattr(method, "__func__", None) is ours
+            for method, ours in (
+                (self.head_loss, StackModules.head_loss),
+                (self._head_loss, StackModules._head_loss),
+            )
+        )
         return linear_cross_entropy(
             normalised, weight, targets, shard=shard, weights=weights, is_loss=is_loss
         )

@@ -31,8 +31,8 @@ def make_stack(method: Any, **arguments: Any) -> tuple[nn.Module, Arguments]:
     return adjoint.Stack(config, seed=1).double(), {"input_ids": IDS, "method": method, **arguments}
 
 
-def make_wrapped(name: str, **arguments: Any) -> tuple[nn.Module, Arguments]:
-    model = adjoint.wrap(trained_like(name, torch.float64), Exact(5)).train()
+def make_wrapped(name: str, layers: int | None = None, **arguments: Any) -> tuple[nn.Module, Arguments]:
+    model = adjoint.wrap(trained_like(name, torch.float64), Exact(5, segment_layers=layers)).train()
     return model, {"input_ids": IDS, **arguments}
 
 
@@ -42,6 +42,7 @@ CALLS = {
     "hidden states": lambda: make_stack(Exact(5), return_hidden_states=True),
     "no method": lambda: make_stack(None, labels=IDS),
     "wrapped": lambda: make_wrapped(LLAMA, labels=IDS),
+    "wrapped, segments": lambda: make_wrapped(LLAMA, layers=1, labels=IDS),
     "logits": lambda: make_wrapped(LLAMA),
     "logits of Mamba-2": lambda: make_wrapped(MAMBA2),
 }
@@ -96,18 +97,32 @@ def test_gradients_are_those_of_the_call_alone(name: str, context: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_parameters_of_functional_call_get_the_gradients(name: str) -> None:
+    """Two calls with parameters of their own, whose backwards follow when both have run."""
     model, arguments = CALLS[name]()
-    others = {n: (1.01 * p.detach()).requires_grad_() for n, p in model.named_parameters()}
-    loss = loss_of(functional_call(model, others, (), arguments))
-    got = dict(zip(others, torch.autograd.grad(loss, [*others.values()], allow_unused=True), strict=True))
-    plain = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in plain.parameters():
-            p.mul_(1.01)
-    expected = gradients_of(plain, lambda m: loss_of(m(**arguments)))
-    unit_loss = torch.ones(())
-    reached = {n: d for n, d in got.items() if d is not None and n in expected}
-    assert errors((unit_loss, reached), (unit_loss, expected)).worst < 1e-12
+    factors, unit_loss = (1.01, 0.97), torch.ones(())
+    sets = [{n: (f * p.detach()).requires_grad_() for n, p in model.named_parameters()} for f in factors]
+    losses = [loss_of(functional_call(model, others, (), arguments)) for others in sets]
+    for factor, others, loss in zip(factors, sets, losses, strict=True):
+        got = dict(zip(others, torch.autograd.grad(loss, [*others.values()], allow_unused=True), strict=True))
+        plain = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.mul_(factor)
+        expected = gradients_of(plain, lambda m: loss_of(m(**arguments)))
+        reached = {n: d for n, d in got.items() if d is not None and n in expected}
+        assert errors((unit_loss, reached), (unit_loss, expected)).worst < 1e-12
+
+
+def test_segments_have_parameters_that_were_replaced_between_calls() -> None:
+    """Modules outside of the layers, which segments have as copies, get another parameter."""
+    model, arguments = CALLS["wrapped, segments"]()
+    gradients_of(model, lambda m: loss_of(m(**arguments)))
+    backbone = model.model
+    for module in (backbone.embed_tokens, backbone.norm):
+        module.weight = nn.Parameter(1.1 * module.weight.detach())
+    got = gradients_of(model, lambda m: loss_of(m(**arguments)))
+    expected = gradients_of(copy.deepcopy(model), lambda m: loss_of(m(**arguments)))
+    assert errors((torch.ones(()), got), (torch.ones(()), expected)).worst < 1e-12
 
 
 @pytest.mark.parametrize("name", CALLS)

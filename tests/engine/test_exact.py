@@ -272,6 +272,42 @@ def test_what_users_do_to_a_stack(change: Callable[[Stack], None]) -> None:
     assert_same(*found)
 
 
+class TwiceTheLoss(Stack):
+    """A stack with twice its loss, made by the method that callers use."""
+
+    def head_loss(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().head_loss(*args, **options)
+
+
+class TwiceTheLossInside(Stack):
+    """A stack with twice its loss, made by the method that has the weights in place."""
+
+    def _head_loss(self, *args: Any) -> Tensor:
+        return 2 * super()._head_loss(*args)
+
+
+class LogitPenalty(Stack):
+    """A stack with a term of its logits, which reads the head's weight from the module."""
+
+    def head_loss(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        return super().head_loss(y, *args, **options) + 0.1 * self.logits(y).logsumexp(-1).square().sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"segment_layers": 1}, {"keep": "inputs", "memory": "1GB"}], ids=str)
+@pytest.mark.parametrize("kind", [TwiceTheLoss, TwiceTheLossInside, LogitPenalty])
+def test_a_subclass_has_a_loss_of_its_own(kind: type[Stack], options: dict[str, Any]) -> None:
+    """Each chunk has it once, forward and backward, and its weight's gradient has the subclass's factor."""
+    ids, model = make_ids(2, 29), make_model("mamba, MLP, untied")
+    model.__class__ = kind
+    results = []
+    for method in (Exact(8, **options), None):
+        model.zero_grad()
+        loss = model(ids, ids, method).loss
+        loss.backward()
+        results.append({"loss": loss.detach(), **current_gradients(model)})
+    assert_same(*results)
+
+
 def biased_head(model: Stack) -> None:
     model.lm_head = nn.Linear(12, 17)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,11 @@ REFUSED = [
     ({"hcm_filter_groups": 3}, "hcs_filter_groups is 6 and hcm_filter_groups 3: a Stack has one for both"),
     ({"num_filters": 12}, "num_filters is 12, a Stack has only hidden_size, 24"),
     ({"attn_layer_idxs": []}, "do not name each of the 5 layers once"),
+    ({"hcm_layer_idxs": [0, 1]}, "do not name each of the 5 layers once"),
+    ({"hcs_layer_idxs": None}, "hcs_layer_idxs: expected a list, got null"),
+    ({"num_layers": "x"}, r"num_layers: expected a whole number \(1 or more\), got 'x'"),
+    ({"interleave": "maybe"}, "interleave: expected true or false, got 'maybe'"),
+    ({"model_parallel_size": 0}, r"model_parallel_size: expected a whole number \(1 or more\), got 0"),
     ({"mlp_activation": "silu"}, "mlp_activation is 'silu', a Stack has only 'gelu'"),
 ]
 
@@ -293,10 +299,37 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     with pytest.raises(UserError, match=r"settings\.yml: cannot be read"):
         Stack.from_vortex(file, tmp_path / "settings.yml")
+    (tmp_path / "binary.yml").write_bytes(b"\xff\x80")
+    with pytest.raises(UserError, match=r"binary\.yml: cannot be read"):
+        Stack.from_vortex(file, tmp_path / "binary.yml")
+    with pytest.raises(UserError, match=rf"^{re.escape(str(file))}: no such file; download one"):
+        Stack.from_vortex(file, SETTINGS)
     weights = random_weights(SETTINGS)
+    torch.save([*weights.values()], file)
+    with pytest.raises(UserError, match="holds no tensors by name"):
+        Stack.from_vortex(file, SETTINGS)
     torch.save({name: t for name, t in weights.items() if "residues" not in name}, file)
-    with pytest.raises(UserError, match=r"model\.pt: 'filter\.residues' is missing"):
+    with pytest.raises(UserError, match=r"model\.pt: 'blocks\.2\.filter\.residues' is missing"):
         Stack.from_vortex(file, SETTINGS)
     torch.save(weights | {"blocks.2.filter.log_poles": torch.ones(24, 4, 1)}, file)
     with pytest.raises(UserError, match="log_poles has positive numbers"):
         Stack.from_vortex(file, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("blocks.0.projections.weight", torch.ones(()), "block 0: slice"),
+        ("blocks.1.mlp.l1.weight", torch.ones(4), "block 1: Tensors must have same number of dimensions"),
+        ("blocks.3.inner_mha_cls.Wqkv.weight", torch.ones(71, 24), r"block 3: unflatten.*\(71\)"),
+        ("blocks.0.filter.h", torch.ones(6, 1, 6), r"layers\.0\.mixer\.h: .*\(6, 7\).*\(6, 6\)"),
+        ("norm.scale", torch.ones(24, dtype=torch.int64), "norm_f.weight is of torch.int64"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_one_line(
+    name: str, tensor: Tensor, message: str, tmp_path: Path
+) -> None:
+    torch.save(random_weights(SETTINGS) | {name: tensor}, tmp_path / "model.pt")
+    with pytest.raises(UserError, match=rf"model\.pt: {message}") as error:
+        Stack.from_vortex(tmp_path / "model.pt", SETTINGS)
+    assert "\n" not in str(error.value)

@@ -635,6 +635,17 @@ def test_a_plan_of_a_folder(folders: dict[str, str], capsys: pytest.CaptureFixtu
     assert "MixtralForCausalLM, 4 layers" in out and "past" in out and "memory  fits:" in out
 
 
+def test_a_curve_of_a_folder_has_backpropagation_once(
+    folders: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A wrapped model's `Backprop` runs its own forward, of which checkpoint changes nothing."""
+    words = f"plan --seqlen 2K --training.device cpu --device-tflops 0.1 --json --curve {tmp_path / 'c.png'}"
+    assert main([*words.split(), "--model.from_pretrained", folders["attention"]]) == 0
+    ways = [point["way"] for point in json.loads(capsys.readouterr().out)["curve"]]
+    assert ways[0] == "Exact()"
+    assert [way for way in ways if "Backprop" in way] == ["Backprop()"]
+
+
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "given, message",
