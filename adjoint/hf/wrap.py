@@ -83,14 +83,19 @@ def wrap(
         The model.
 
     Raises:
-        UserError: sequence_group is no such group, or the method has no chunks; accelerate's configuration
-            has other ranks, or `sp_size`.
+        UserError: sequence_group is no such group, or the method has no chunks; `Backprop(checkpoint=True)`,
+            which is for a `Stack`; accelerate's configuration has other ranks, or `sp_size`.
         ValueError: the model is none of transformers and contains none or several, its instance has its own
             forward, or the method is none of these. On first use: the gradient by chunks is not the model's
             own, with the reason where it is known.
     """
     method = Exact() if method is None else method
     check_wrapped_method(method)
+    if not method.has_chunks and method.storage.keep != "edges":
+        raise UserError(
+            f"{method!r}: a wrapped model's layers are recomputed by transformers: give Backprop(), and call "
+            "model.gradient_checkpointing_enable()"
+        )
     group = None
     if sequence_group is not None:
         if not method.has_chunks:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import adjoint
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
+from adjoint.errors import UserError
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.model_parts import layers_of
@@ -363,6 +364,11 @@ def test_a_class_that_is_refused(name: str) -> None:
     adjoint.wrap(model, adjoint.Backprop())
     got, expected = (loss_and_gradients(m, **inputs) for m in (model, plain))
     assert errors(got, expected).worst <= 1e-6
+
+
+def test_checkpointing_that_transformers_does_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"model\.gradient_checkpointing_enable"):
+        adjoint.wrap(make("LlamaForCausalLM"), adjoint.Backprop(checkpoint=True))
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
