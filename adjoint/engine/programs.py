@@ -211,7 +211,7 @@ class Programs:
                     f"cuda_graphs: on {device.type} nothing is recorded, and every tile runs as without it"
                 )
                 return [*stages]
-            self.recorder = RECORDERS[device.type]()
+            self.recorder = RECORDERS[device.type](device)
         if are_values_unknown() or torch.is_inference_mode_enabled():  # in the graph of somebody else
             return [*stages]
         if len(self.kinds) > MAX_KINDS:

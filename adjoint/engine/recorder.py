@@ -26,17 +26,21 @@ class Recorder(abc.ABC):
 
 
 class CUDAGraphs(Recorder):
-    """Recordings as CUDA graphs, which share the memory between their inputs and results."""
+    """Recordings as CUDA graphs, which share the memory between their inputs and results.
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+    Args:
+        device: the GPU that they are of.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.pool = device, torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
         self.parts = list[Replay]()
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def record(self, function: Callable[[], None]) -> Replay:
         # as torch.cuda.graph does: no memory that is still in use or to be freed may get into a recording
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         gc.collect()
         torch.cuda.empty_cache()
         parts = self.parts = list[Replay]()
@@ -72,5 +76,5 @@ class CUDAGraphs(Recorder):
             self.parts.append(graph.replay)
 
 
-# Makes the recorder of a type of device.
-RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CUDAGraphs}
+# Makes the recorder of a device, by its type.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CUDAGraphs}

@@ -48,7 +48,7 @@ class OperatorRecorder(Recorder):
         recordings, replays: how many there were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.recordings = self.replays = 0
 
     def record(self, function: Callable[[], None]) -> Replay:

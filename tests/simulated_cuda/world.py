@@ -292,14 +292,14 @@ def _tensors(tree: Any) -> list[Any]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def graphs(record: WrapState) -> Callable[[], Any]:
+def graphs(record: WrapState) -> Callable[[Any], Any]:
     """Return what makes, in the place of `recorder.CUDAGraphs`, recordings of which a replay is one launch.
 
     Their memory is the most that a recorded function has had, as all of them share it."""
     from adjoint.engine.recorder import Recorder as ProgramRecorder
 
     class SimulatedGraphs(ProgramRecorder):
-        def __init__(self) -> None:
+        def __init__(self, device: Any) -> None:
             self.pool = self.base = 0
             self.between: list[Callable[[], None]] = []
             self.has_tape = False  # of the function before, which the next one pulls back
