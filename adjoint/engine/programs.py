@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjoint.batch import Batch, are_values_unknown
 from adjoint.engine.arena import (
@@ -40,7 +40,7 @@ from adjoint.engine.attention_between import RecordedTile
 from adjoint.engine.decay import Decays
 from adjoint.engine.layer_run import LayerRun
 from adjoint.engine.recorder import RECORDERS, Recorder, Replay
-from adjoint.engine.stage import Stage
+from adjoint.engine.stage import Stage, StageAround
 from adjoint.engine.storage import recurrent_part
 from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import (
@@ -576,7 +576,7 @@ class _SlotGradients(Gradients):
 # ----------------------------------------------------------------------------------------------------- stages
 
 
-class Replayed(Stage):
+class Replayed(StageAround):
     """A stage whose tiles are replayed where they are recorded; the others run by the stage itself.
 
     Attributes:
@@ -586,7 +586,8 @@ class Replayed(Stage):
     """
 
     def __init__(self, stage: Stage, programs: Programs) -> None:
-        self.stage, self.programs = stage, programs
+        super().__init__(stage)
+        self.programs = programs
         self.has_own_program = self.is_whole_stage = False
         self._listed: list[Tensor] = list(stage.parameters())
         self._tensors: list[Tensor] | None = None
@@ -773,10 +774,6 @@ class Replayed(Stage):
         return self.stage.stateful
 
     @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self.stage.grows
-
-    @property
     def reach(self) -> int:
         return self.stage.reach
 
@@ -787,10 +784,6 @@ class Replayed(Stage):
     @property
     def is_many_layers(self) -> bool:
         return self.stage.is_many_layers
-
-    @property
-    def fetches(self) -> bool:
-        return self.stage.fetches
 
     @property
     def is_loss(self) -> bool:
@@ -806,14 +799,8 @@ class Replayed(Stage):
     def parameters(self) -> Iterable[Tensor]:
         return self._listed
 
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.stage.modules()
-
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.stage.running()
-
-    def forget(self, start: int) -> None:
-        self.stage.forget(start)
 
     def forward_noting_decay(
         self, x: Tensor, state: State, chunk: Batch, decays: Decays

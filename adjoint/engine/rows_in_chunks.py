@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjoint.batch import Batch
-from adjoint.engine.stage import Stage
+from adjoint.engine.stage import Stage, StageAround
 from adjoint.engine.storage import Past, Slab
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
 from adjoint.layers import State
 
 
-class RowsInChunks(Stage):
+class RowsInChunks(StageAround):
     """A stage of the whole model, called with a chunk's rows: (1, k·L) tokens as (k, L).
 
     Args:
@@ -31,19 +31,16 @@ class RowsInChunks(Stage):
 
     is_many_layers: ClassVar[bool] = True
     is_loss: ClassVar[bool] = True
+    fetches: ClassVar[bool] = False
+    grows: ClassVar[tuple[int | None, ...]] = ()  # each chunk's rows begin their documents
 
     def __init__(self, stage: Stage, one_row: State, rows_at: Mapping[int, int]) -> None:
-        self.stage, self.one_row, self.rows_at = stage, one_row, rows_at
+        super().__init__(stage)
+        self.one_row, self.rows_at = one_row, rows_at
 
     @property
     def precisions(self) -> Set[torch.dtype]:
         return self.stage.precisions
-
-    def parameters(self) -> Iterable[Tensor]:
-        return self.stage.parameters()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.stage.modules()
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.stage.running()
@@ -51,9 +48,6 @@ class RowsInChunks(Stage):
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         rows = self._rows(chunk)
         return self.stage.forward(rows.ids, self._state(rows), rows)[0], ()
-
-    def forget(self, start: int) -> None:
-        self.stage.forget(start)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients

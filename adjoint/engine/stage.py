@@ -207,6 +207,34 @@ class Stage(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no windows")
 
 
+class StageAround(Stage):
+    """A stage that runs another one in its own way, and says of itself what that one says.
+
+    Args:
+        stage: the other one.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    @property
+    def grows(self) -> tuple[int | None, ...]:
+        return self.stage.grows
+
+    @property
+    def fetches(self) -> bool:
+        return self.stage.fetches
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.stage.parameters()
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self.stage.modules()
+
+    def forget(self, start: int) -> None:
+        self.stage.forget(start)
+
+
 class Embedding(Stage):
     """ids → y_0 (batch, tokens, d_model)."""
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -29,7 +29,7 @@ from adjoint.engine.host_weights import device_of, mesh_device
 from adjoint.engine.layer_run import as_runs
 from adjoint.engine.leaves import UnlistedLeaves, leaves_of, suspend_hooks
 from adjoint.engine.sequence_sums import Sum
-from adjoint.engine.stage import Layer, Stage
+from adjoint.engine.stage import Layer, Stage, StageAround
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import Cotangents, Gradients, Pullback
@@ -262,7 +262,7 @@ def _refuse(root: Any) -> None:
     )
 
 
-class ShardedModelStage(Stage):
+class ShardedModelStage(StageAround):
     """A sharded model as one stage; to what shards it each chunk is a forward and a backward of the model.
 
     Args:
@@ -279,36 +279,20 @@ class ShardedModelStage(Stage):
     is_many_layers: ClassVar[bool] = True
 
     def __init__(self, stage: Stage, weights: GatheredWeights) -> None:
-        self.stage, self.weights = stage, weights
+        super().__init__(stage)
+        self.weights = weights
         self.start_of_last: int | None = 0
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self.stage.grows
-
-    @property
-    def fetches(self) -> bool:
-        return self.stage.fetches
 
     @property
     def precisions(self) -> set[torch.dtype]:
         """Dtypes of the gathered parameters, which may differ from the shards'."""
         return {p.dtype for p in self.weights.running_parameters()}
 
-    def parameters(self) -> Iterable[Tensor]:
-        return self.stage.parameters()
-
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
-        return self.stage.modules()
-
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.weights.run(lambda: self.stage.forward(x, state, chunk))
 
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.weights.run(lambda: self.stage.advance(x, state, chunk))
-
-    def forget(self, start: int) -> None:
-        self.stage.forget(start)
 
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
