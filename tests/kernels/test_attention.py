@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint.engine.storage import Past, Slab
 from adjoint.kernels import attention, dispatch
-from adjoint.kernels.attention import past_attention
+from adjoint.kernels.attention import past_attention, reference
+from adjoint.kernels.cpu import backend as cpu
 from tests.model_helpers import assert_same, current_gradients, make_ids, make_model, relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KERNELS = ["flash", "efficient", "plain"]
+HAS_COMPILED = bool(cpu.attention_lanes(torch.float64))
+compiled_only = pytest.mark.skipif(not HAS_COMPILED, reason="no compiled attention for this processor")
+KERNELS = ["flash", "efficient", "plain", pytest.param("compiled", marks=compiled_only)]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -153,6 +157,51 @@ def test_the_kernel_follows_from_the_precision(dtype: torch.dtype, kernel: str, 
         assert a.dtype == dtype and relative(a.double(), b) < limit
 
 
+@compiled_only
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "width", "threads"),
+    [(1, 1, 1, 16, 1), (131, 131, 3, 48, 2), (70, 333, 2, 64, 7), (200, 1025, 1, 16, 3)],
+)
+def test_the_compiled_kernel_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    rtol: float,
+    queries: int,
+    keys: int,
+    heads: int,
+    width: int,
+    threads: int,
+) -> None:
+    """Of rows that begin off a vector's boundary, too, and for threads that share a head."""
+    monkeypatch.setattr(cpu, "_threads", lambda units, work: min(threads, units))
+    torch.manual_seed(0)
+    causal, scale = queries == keys, 0.3
+    shapes = (queries, heads, width), (queries, heads, width), (keys, heads, width), (keys, heads, width)
+    d, q, k, v = (torch.randn(2, *shape[:2], 80)[..., 3 : 3 + width].transpose(1, 2) for shape in shapes)
+    wide = [t.double() for t in (d, q, k, v)]
+    out, log = reference.past_attention_forward(*wide[1:], causal, scale)
+    expected = out, log, *reference.past_attention_backward(*wide, out, log, causal, scale)
+    single = [t.to(dtype) for t in (d, q, k, v)]
+    forward = cpu.past_attention_forward(*single[1:], causal, scale)
+    backward = cpu.past_attention_backward(*single, out.to(dtype), log.to(dtype), causal, scale)
+    for a, b in zip((*forward, *backward), expected, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape
+        assert relative(a.double(), b) < rtol or (queries == 1 and float(b.norm()) < 1e-12)
+
+
+@compiled_only
+def test_which_calls_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full precision on a CPU; PyTorch's kernel runs half precision, and all where nothing is compiled."""
+    q = torch.empty(1, 1, 1, 1)
+    assert [attention._kernel(q.to(d)) for d in (torch.float32, torch.float64)] == ["compiled"] * 2
+    assert attention._kernel(q.bfloat16()) == "cpu"
+    with FakeTensorMode() as mode:
+        assert attention._kernel(mode.from_tensor(q)) == "cpu"
+    monkeypatch.setattr(cpu.cpu_build, "load", lambda: (None, "no compiler"))
+    assert attention._kernel(q) == "cpu"
+
+
 def as_by(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """From here on in any precision by that kernel, and other operations as before."""
     monkeypatch.setattr(attention, "_kernel", lambda q: kernel)
@@ -231,7 +280,7 @@ def test_rows_read_keys_that_they_share_where_these_are(
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape and (not b.numel() or relative(a, b) < 1e-12)
     assert not unread
-    blocks = [16, 16, 8] if kernel == "plain" else [24, 16], [16, 14] if kernel == "plain" else [24, 6]
+    blocks = ([24, 16], [24, 6]) if kernel in ("flash", "efficient") else ([16, 16, 8], [16, 14])
     # the first beginning for all rows at once, the second for those of each row of it
     shared = [(1, 1)] * (len(blocks[0]) + 2 * len(blocks[1]))
     assert calls == [(5, 5)] * (2 if own_past else 1) + shared

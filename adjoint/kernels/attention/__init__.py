@@ -1,8 +1,8 @@
 """Causal attention of a chunk to all that is before it, without a mask of chunk × sequence entries.
 
 The past comes block by block: a kernel call for each, and one, causal, for the chunk itself, joined by their
-log-sum-exp (as in ring attention, Liu et al. 2023). The kernels are PyTorch's. With a window: in bands, so
-that time and memory are linear in the number of tokens.
+log-sum-exp (as in ring attention, Liu et al. 2023). The kernels are ours on a CPU in full precision, else
+PyTorch's. With a window: in bands, so that time and memory are linear in the number of tokens.
 
 Rows that begin with the same tokens share one row of keys (as in Hydragen, Juravsky et al. 2024): towards
 these keys their queries are side by side, as more queries of one row."""
@@ -21,6 +21,7 @@ from torch import Tensor
 from adjoint.kernels import dispatch, operators
 from adjoint.kernels.attention import reference
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.cpu import backend as cpu
 from adjoint.kernels.operation import Operation, register
 
 BLOCK = 2048  # tokens of the past at a time, on a CPU
@@ -28,12 +29,13 @@ CUDA_BLOCK = 8 * BLOCK  # where to join a block's output is a pass over memory; 
 
 
 def _kernel(q: Tensor) -> str:
-    """The kernel that attends from such queries, as wide as `kernel_width`: PyTorch's for a CPU; on CUDA
-    "flash" or "efficient", where PyTorch would use them; or "plain" operations, as for float64 on CUDA."""
+    """The kernel that attends from such queries, as wide as `kernel_width`: on a CPU the "compiled" one, or
+    PyTorch's, "cpu"; on CUDA "flash" or "efficient", where PyTorch would use them; or "plain" operations, as
+    for float64 on CUDA."""
     if dispatch.is_as_on_cuda():
         return {torch.float64: "plain", torch.float32: "efficient"}.get(q.dtype, "flash")
-    if q.device.type == "cpu":
-        return "cpu"
+    if q.device.type == "cpu":  # tensors of a subclass, such as fake ones, may have no memory
+        return "compiled" if type(q) is Tensor and cpu.attention_lanes(q.dtype) else "cpu"
     if torch.version.hip is None:  # whose kernels read the random numbers' state and pad no log-sum-exp
         like = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
         if torch.backends.cuda.can_use_flash_attention(like):
@@ -46,6 +48,8 @@ def _kernel(q: Tensor) -> str:
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of the scores, (batch, heads, tokens), of one call of a kernel."""
     kernel, aten = _kernel(q), torch.ops.aten
+    if kernel == "compiled":
+        return cpu.past_attention_forward(q, k, v, causal, scale)
     if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if kernel == "flash":
@@ -70,6 +74,8 @@ def _attend_backward(
             contiguous: CUDA's kernels take both to lie so without looking.
     """
     kernel, aten = _kernel(q), torch.ops.aten
+    if kernel == "compiled":
+        return cpu.past_attention_backward(d, q, k, v, out, log, causal, scale)
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(d, q, k, v, out, log, 0.0, causal, scale=scale)
@@ -85,10 +91,13 @@ def _attend_backward(
 
 
 def kernel_width(q: Tensor, v: Tensor) -> int:
-    """Width to which rows of queries, keys and values are padded: the wider of keys and values; for CUDA's
-    kernels to a multiple of 8, above 192 of 64, to which flash fills them up anyway."""
-    width = max(q.shape[3], v.shape[3])
-    if q.device.type == "cpu" and not dispatch.is_as_on_cuda():
+    """Width to which rows of queries, keys and values are padded: the wider of keys and values; for compiled
+    kernels to whole vectors, for CUDA's to a multiple of 8, above 192 of 64, to which flash fills them up
+    anyway."""
+    width, kernel = max(q.shape[3], v.shape[3]), _kernel(q)
+    if kernel == "compiled":
+        return width + -width % cpu.attention_lanes(q.dtype)
+    if kernel == "cpu":
         return width
     return width + -width % (8 if width <= 192 else 64)
 
@@ -124,14 +133,14 @@ class _PastAttention(torch.autograd.Function):
         q = padded(q, kernel_width(q, v))
         output = None if past is None else past.kept_output(q.shape[2])
         if output is not None:
-            out, log = output
+            out, log = padded(output[0], q.shape[3]), output[1]
         else:
             k_shared, v_shared = [keys.read() for keys, _ in shared], [values.read() for _, values in shared]
             rows = [row for keys, _ in shared for row in keys.rows or ()]
             inputs = q, k, v, k_past, v_past, k_shared, v_shared, rows, scale
             out, log = torch.ops.adjoint.past_attention(*inputs)
             if past is not None:
-                past.keep_output(out, log)
+                past.keep_output(out[..., :width], log)
         ctx.save_for_backward(q, k, v, k_past, v_past, out, log)
         ctx.scale, ctx.width, ctx.groups, ctx.gather, ctx.shared = scale, width, groups, gather, shared
         return out[..., :width]
@@ -676,7 +685,7 @@ OPERATION = register(
         operator="past_attention",
         code_name="past_attention",
         reference=reference,
-        backends={},  # it picks among PyTorch's own kernels
+        backends={},  # it picks by itself (`_kernel`), mostly among PyTorch's
         saves_states=False,
         under_recompute="save",
         trial=None,

@@ -20,6 +20,7 @@ MIN_TOKENS_OF_BLOCK, MIN_STATE_OF_BLOCK = 8, 16  # below, matrix products gain n
 ALIGNMENT = 64  # of a cache line, and of the widest vector
 LONGEST_TAPS = 16  # of the convolution that goes token by token; longer filters go by blocks
 MODAL_SEGMENT = 64  # tokens between the saved states of a modal filter
+QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128  # of attention: QUERIES and KEYS in attention.cpp
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
@@ -95,6 +96,32 @@ class _ModalArgs(_Args):  # mirrors ModalArgs in modal.cpp
         ("dy", _Rows),
         *((name, _PTR) for name in ("dfinal_state", "dinitial_state", "du", "dpole", "dR", "dD")),
     ]
+
+
+class _HeadRows(ctypes.Structure):
+    """Rows of (batch, heads, tokens, width)."""
+
+    _fields_ = [("data", _PTR), *((name, _I64) for name in ("batch_stride", "head_stride", "token_stride"))]
+
+
+class _AttentionArgs(_Args):  # mirrors AttentionArgs in attention.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("batch", "heads", "queries", "keys", "width", "threads", "causal")),
+        ("scale", ctypes.c_double),
+        *((name, _HeadRows) for name in ("q", "k", "v", "out", "d", "dk", "dv")),
+        *((name, _PTR) for name in ("log", "delta", "dq")),
+    ]
+
+    def set_head_rows(self, **tensors: Tensor) -> None:
+        """Set tensors (batch, heads, tokens, width); those whose rows do not begin on a vector's boundary are
+        copied."""
+        for name, x in tensors.items():
+            lanes, sizes = _lanes(x.dtype), zip(x.shape[:3], x.stride()[:3], strict=True)
+            is_split = x.stride(3) != 1 or any(step % lanes for size, step in sizes if size > 1)
+            if is_split or x.data_ptr() % _vector_bytes():
+                x = _aligned(tuple(x.shape), x.dtype).copy_(x)
+            vars(self)[name] = x
+            setattr(self, name, _HeadRows(x.data_ptr(), *x.stride()[:3]))
 
 
 class _LinearArgs(_Args):  # mirrors LinearArgs in linear.h
@@ -666,3 +693,52 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset
     args.set_pointers(weight=scales, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
     _function("norm", s.dtype)(ctypes.byref(args), 1)
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
+
+
+def attention_lanes(dtype: torch.dtype) -> int:
+    """Numbers in a vector, of which the compiled attention's widths are multiples; 0 where it is not usable,
+    or slower than PyTorch's: with vectors of 16 bytes."""
+    if dtype not in (torch.float32, torch.float64) or cpu_build.load()[0] is None:
+        return 0
+    return _lanes(dtype) if _vector_bytes() > 16 else 0
+
+
+def _attention_args(q, k, v, log, causal, scale, blocks) -> _AttentionArgs:
+    batch, heads, queries, width = q.shape
+    keys = k.shape[2]
+    threads = _threads(batch * heads * blocks, batch * heads * queries * keys)
+    args = _AttentionArgs(batch, heads, queries, keys, width, threads, causal, scale)
+    args.set_head_rows(q=q, k=k, v=v)
+    args.set_pointers(log=log)
+    return args
+
+
+def past_attention_forward(q, k, v, causal, scale):
+    batch, heads, queries, width = q.shape
+    out = _aligned((batch, queries, heads, width), q.dtype).transpose(1, 2)
+    log = q.new_empty(batch, heads, queries)
+    args = _attention_args(q, k, v, log, causal, scale, -(-queries // QUERIES_OF_BLOCK))
+    args.set_head_rows(out=out)
+    _function("attention", q.dtype)(ctypes.byref(args), 0)
+    return out, log
+
+
+def past_attention_backward(d, q, k, v, out, log, causal, scale):
+    blocks = -(-k.shape[2] // KEYS_OF_BLOCK)
+    args = _attention_args(q, k, v, log, causal, scale, blocks)
+    heads = args.batch * args.heads
+    dq = _aligned((_threads_of_head(args.threads, heads, blocks), *q.shape), q.dtype).zero_()
+    dk, dv = _aligned(tuple(k.shape), q.dtype), _aligned(tuple(k.shape), q.dtype)
+    args.set_head_rows(d=d, dk=dk, dv=dv)
+    args.set_pointers(delta=torch.linalg.vecdot(d, out), dq=dq)
+    _function("attention", q.dtype)(ctypes.byref(args), 1)
+    return _total(dq), dk, dv
+
+
+def _threads_of_head(threads: int, heads: int, blocks: int) -> int:
+    """Most threads that share a head's blocks of keys, where each thread takes as many consecutive blocks."""
+
+    def thread_of(block: int) -> int:
+        return ((block + 1) * threads - 1) // (heads * blocks)
+
+    return max(thread_of((h + 1) * blocks - 1) - thread_of(h * blocks) + 1 for h in range(heads))
