@@ -47,10 +47,10 @@ def required(operation: str, device: str, dtype: torch.dtype) -> str:
 
 
 def operation_of(op: str) -> str | None:
-    """The operation of `adjoint.kernels` behind one of the kernel benchmark's; the head's loss has none."""
+    """The operation of `adjoint.kernels` behind one of the kernel benchmark's, if it has backends."""
     if op.startswith("linear_scan"):
         return "dense_scan" if op.endswith("dense") else "linear_scan"
-    return {"add_rms_norm": "rms_norm", "head_loss": None}.get(op, op)
+    return {"add_rms_norm": "rms_norm", "head_loss": None, "past_attention": None}.get(op, op)
 
 
 def runs_in(operation: str | None, dtype: str) -> bool:

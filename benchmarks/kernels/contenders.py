@@ -21,7 +21,7 @@ from torch import Tensor
 from adjoint.kernels.causal_conv1d.reference import causal_conv1d_forward
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.rms_norm import rms_norm
-from benchmarks.kernels.operations import EPS, OPS, Tensors
+from benchmarks.kernels.operations import EPS, OPS, Tensors, masked_attention
 
 Function = Callable[..., Any]  # gives a tensor, or a tuple of the operation's outputs
 CPU, CUDA = ("cpu",), ("cuda",)
@@ -368,6 +368,13 @@ HEAD = {
     ),
 }
 
+# ------------------------------------------------------------------------------------- attention to the past
+
+ATTENTION = {
+    "adjoint": Contender("adjoint", OPS["past_attention"].ours, ours=True),
+    "torch": Contender("PyTorch, by a mask", masked_attention),
+}
+
 # ---------------------------------------------------------------------- norms, alone and of a residual sum
 
 
@@ -436,6 +443,7 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
     "linear_scan_dense": DENSE,
     "causal_conv1d": CONV,
     "head_loss": HEAD,
+    "past_attention": ATTENTION,
     "rms_norm": NORM,
     "add_rms_norm": ADD_NORM,
 }

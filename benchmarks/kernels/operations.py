@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import adjoint
+from adjoint.kernels.attention import past_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
@@ -273,6 +274,31 @@ def _head_work(s: Size) -> tuple[Work, Work]:
     return forward, Work(tokens * d + vocab * d, matmul_flops=2 * matmul)
 
 
+def _attention_inputs(s: Size, normal: Normal) -> Tensors:
+    keys = s["batch"], s["kv_heads"], s["past"] + s["tokens"], s["dim"]
+    return {
+        "q": normal(s["batch"], s["heads"], s["tokens"], s["dim"]),
+        "k": normal(*keys),
+        "v": normal(*keys),
+    }
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's attention of queries to all keys up to their own place, which is at the end, by a mask."""
+    tokens, keys = q.shape[2], k.shape[2]
+    seen = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril_(keys - tokens)
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+
+def _attention_work(s: Size) -> tuple[Work, Work]:
+    batch, heads, dim = s["batch"], s["heads"], s["dim"]
+    pairs = batch * heads * s["tokens"] * (s["past"] + s["tokens"] / 2)
+    queries = batch * heads * s["tokens"] * dim
+    keys = batch * s["kv_heads"] * (s["past"] + s["tokens"]) * dim
+    forward = Work(2 * (queries + keys), matmul_flops=4 * pairs * dim, exps=pairs)
+    return forward, Work(4 * (queries + keys), matmul_flops=10 * pairs * dim, exps=pairs)
+
+
 def _norm_inputs(s: Size, normal: Normal) -> Tensors:
     return {"x": normal(s["tokens"], s["d_model"]), "weight": 1 + 0.1 * normal(s["d_model"])}
 
@@ -398,6 +424,20 @@ OPS = {
         _head_work,
         like=None,
         oracle=_plain_loss,
+    ),
+    "past_attention": Op(
+        "attention of a chunk to the past",
+        _sizes(
+            "batch heads kv_heads dim tokens past",
+            (1, 4, 2, 16, 40, 70),
+            (1, 4, 2, 64, 1024, 8192),
+            (1, 16, 4, 128, 8192, _LONG),
+        ),
+        _attention_inputs,
+        past_attention,
+        _attention_work,
+        like="q",
+        oracle=masked_attention,
     ),
     "rms_norm": Op("RMSNorm", _NORM_SIZES, _norm_inputs, _norm, _norm_work, like="x", oracle=_plain_norm),
     "add_rms_norm": Op(
