@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from adjoint.engine.arena import Spec
 from adjoint.engine.tile import vjp
 from adjoint.kernels.attention import Joined, Past, causal_attention, join
 from adjoint.layers import State
@@ -24,7 +25,7 @@ class RecordedTile:
 
     Args:
         run_between: as in `recorder.Recorder`.
-        allocate: returns memory that no other value of the tile has, of a shape and dtype.
+        allocate: returns memory that no other value of the tile has, for tensors of these shapes.
 
     Attributes:
         state: of the tile that is replayed, with a `Past` for each append-only entry.
@@ -33,7 +34,7 @@ class RecordedTile:
     def __init__(
         self,
         run_between: Callable[[Callable[[], None]], None],
-        allocate: Callable[[Sequence[int], torch.dtype], Tensor],
+        allocate: Callable[[Sequence[Spec]], list[Tensor]],
     ) -> None:
         self.run_between, self.allocate = run_between, allocate
         self.state: State = ()
@@ -114,12 +115,6 @@ class _AttentionCall:
         self.tile, self.entries, self.attend, self.has_backward = tile, entries, attend, False
         self.graph: tuple[list[Tensor], Tensor] | None = None
 
-    def allocate_result(self) -> Tensor:
-        """Return memory for a result or its cotangent."""
-        q, _, v = self.inputs
-        batch, heads, tokens, _ = q.shape
-        return self.tile.allocate((batch, tokens, heads, v.shape[3]), q.dtype)
-
     def forward(self) -> None:
         """Attend, from what the recording before has written, and write what the one after it reads."""
         leaves = [t.detach().requires_grad_(self.has_backward) for t in self.inputs]
@@ -148,9 +143,11 @@ class _BetweenContext(Protocol):
 class _Between(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _BetweenContext, q: Tensor, k: Tensor, v: Tensor, call: _AttentionCall) -> Tensor:
-        call.inputs = [call.tile.allocate(t.shape, t.dtype) for t in (q, k, v)]
+        batch, heads, tokens, _ = q.shape
+        result = Spec(torch.Size([batch, tokens, heads, v.shape[3]]), q.dtype)
+        specs = [Spec(t.shape, t.dtype) for t in (q, k, v)]
+        *call.inputs, call.out = call.tile.allocate([*specs, result])
         torch._foreach_copy_(call.inputs, [q, k, v])
-        call.out = call.allocate_result()
         call.tile.run_between(call.forward)
         ctx.call = call
         return call.out.view_as(call.out)
@@ -159,7 +156,7 @@ class _Between(torch.autograd.Function):
     def backward(ctx: _BetweenContext, d: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         call.has_backward = True
-        call.d_out = call.allocate_result()
+        (call.d_out,) = call.tile.allocate([Spec(call.out.shape, call.out.dtype)])
         call.d_out.copy_(d)
         call.tile.run_between(call.backward)
         return *[t.view_as(t) for t in call.inputs], None
