@@ -41,7 +41,7 @@ from adjoint.engine.decay import Decays
 from adjoint.engine.layer_run import LayerRun
 from adjoint.engine.recorder import RECORDERS, Recorder, Replay
 from adjoint.engine.stage import Stage, StageAround
-from adjoint.engine.storage import recurrent_part
+from adjoint.engine.storage import append_only_part, recurrent_part
 from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import (
     MAX_PLAIN_ADDITIONS,
@@ -178,9 +178,10 @@ class _Kind:
     Args:
         copies_weights: whether weights are copied into the arena; else recordings read one stage's own.
         reads_state: whether tiles read the state before the chunk.
-        keeps_sums: whether its sums stay in the arena while other stages run forward.
+        is_first: whether their keys and values are the sequence's first.
 
     Attributes:
+        keeps_sums: whether its sums stay in the arena while other stages run forward.
         noted: the step in which each mode has run first, which compiles and tunes kernels.
         failed: whether a recording has failed.
         addresses: of the weights that recordings read, if these are not copied.
@@ -190,9 +191,9 @@ class _Kind:
         extra_bytes: of the arena that attention needs.
     """
 
-    def __init__(self, copies_weights: bool, reads_state: bool, keeps_sums: bool) -> None:
-        self.copies_weights, self.reads_state, self.failed = copies_weights, reads_state, False
-        self.keeps_sums = keeps_sums
+    def __init__(self, copies_weights: bool, reads_state: bool, is_first: bool) -> None:
+        self.copies_weights, self.reads_state, self.is_first = copies_weights, reads_state, is_first
+        self.failed = self.keeps_sums = False
         self.noted: dict[Mode, int] = {}
         self.shapes: Shapes | None = None
         self.addresses: list[int] = []
@@ -213,17 +214,15 @@ class _Kind:
 class Programs:
     """The recordings of a model, which outlive its steps.
 
-    A copied or unpickled model has none.
+    A copied or unpickled model has none, nor has one on another device."""
 
-    Args:
-        recorder: makes recordings; by default that of the first step's device.
-    """
-
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self.recorder, self.steps, self.device = recorder, 0, torch.device("cpu")
+    def __init__(self) -> None:
+        self.steps, self.device = 0, torch.device("cpu")
+        self.recorder: Recorder | None = None
         self.kinds: dict[Hashable, _Kind] = {}
         self.memory: Tensor | None = None
-        self.runs = 0  # replays of calls: a tape is valid while this number is its own
+        self.runs = 0  # replays: a tape is valid while this number is its own
+        self.latest: RecordedTile | None = None  # of the last replay
         self.bound: tuple[Slots, Replayed] | None = None  # whose weights are in the arena
         self.summing: _Summing | None = None
         self.shared_parameters: Set[Tensor] = frozenset()  # of several stages of the step
@@ -238,7 +237,10 @@ class Programs:
         Layers in a row are recorded together, so that a segment is one replay."""
         self.steps += 1
         self.store_sums()  # of a step whose backward has not begun
-        self.device, self.bound = device, None
+        self.bound = None
+        if device != self.device:
+            self.device, self.recorder, self.memory = device, None, None
+            self.kinds.clear()
         if self.recorder is None:
             if device.type not in RECORDERS:
                 self._say(
@@ -282,11 +284,15 @@ class Programs:
             return None
         device = inputs[0].device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        shapes = *(specs_of(inputs)), stage.has_own_program, autocast
-        return self.kinds.setdefault(
-            (key, shapes),
-            _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk), stage.keeps_sums),
-        )
+        lengths = [len(s) for s in append_only_part(state, stage.grows)]
+        is_first = bool(lengths) and not any(lengths)
+        shapes = *(specs_of(inputs)), stage.has_own_program, autocast, is_first
+        kind = self.kinds.get((key, shapes))
+        if kind is None:
+            kind = _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk), is_first)
+            kind.keeps_sums = stage.keeps_sums
+            self.kinds[key, shapes] = kind
+        return kind
 
     def note_forward(
         self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], y: Tensor, after: State
@@ -395,7 +401,7 @@ class Programs:
         others = slots.inputs[1 + n :]
         extra = ExtraMemory(slots)
         tile = RecordedTile(recorder.run_between, extra)
-        static_state = tile.pasts(inner.grows, state, others[0] if others else None)
+        static_state = tile.pasts(inner.grows, state, others[0] if others else None, kind.is_first)
         static_chunk, start = inner.with_program_inputs(chunk, others), chunk.start
         # of a call, which runs while another stage's sums stay
         extra.limit = min(extra.limit, slots.memory.numel() - self._bytes_of_kept_sums())
@@ -476,23 +482,34 @@ class Programs:
             sources.append(gradients.loss_cotangent)
         copy_all(targets, sources)
         self._replay(program.call, tile)
+        if tile.kind.is_first:  # attention is recorded, but for what it leaves to later chunks
+            values = (append_only_part(part, tile.stage.grows) for part in (tile.state, tile.slots.after))
+            for past, piece in zip(*values, strict=True):
+                past.join(piece)
         return self.runs
 
     def _replay(self, replay: Replay, tile: _Tile) -> None:
-        recorded = tile.program.tile
-        recorded.state = tile.state
+        recorded, latest = tile.program.tile, self.latest
+        if latest is not None and latest is not recorded:
+            latest.drop_graphs()
+        self.latest, recorded.state = recorded, tile.state
         replay()
         recorded.state = ()
         self.runs += 1
 
     def pull_back(
-        self, tile: _Tile, cotangents: Cotangents, gradients: Gradients, run: int, after: State
+        self,
+        tile: _Tile,
+        cotangents: Cotangents,
+        gradients: Gradients,
+        run: int,
+        late: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Replay a mode's pullback, and before it the call unless its tape is valid.
 
         Args:
             run: what `run_call` has returned for the tile.
-            after: gets the state after the chunk, if the call has not run before; else ().
+            late: gets the state after the chunk, where it is not None; () if the call has run before.
 
         Returns:
             Copies of the inputs' cotangents.
@@ -521,7 +538,8 @@ class Programs:
             self.store_sums()
         results = without_nones(itertools.compress(slots.results, program.has_results))
         copies = [torch.empty_like(t) for t in results]
-        copy_all([*copies, *after], [*results, *slots.after[: len(after)]])
+        states = [s for s, out in zip(slots.after, late, strict=False) if out is not None]
+        copy_all([*copies, *without_nones(late)], [*results, *states])
         rest = iter(copies)
         return [next(rest) if is_there else None for is_there in program.has_results]
 
@@ -809,15 +827,18 @@ class Replayed(StageAround):
             if kind is not None:
                 programs.note_forward(kind, mode, self, inputs, y, after)
             return y, after, _EagerTape(tape, self, kind)
-        tile, run = _Tile(kind, mode, self, inputs, state), 0
+        tile, run, late = _Tile(kind, mode, self, inputs, state), 0, list[Tensor | None]()
         if program.call is None:
-            y, after = tile.slots.outputs[0], tuple([torch.empty_like(s) for s in tile.slots.after])
+            # of a whole stage nothing is replayed before the executor has read them
+            stays = [dim is not None and self.is_whole_stage for dim in self.grows]
+            y, *slots = tile.slots.outputs
+            late = [None if s else torch.empty_like(t) for t, s in zip(slots, stays, strict=True)]
+            after = tuple([s if t is None else t for s, t in zip(slots, late, strict=True)])
         else:
             run, y, after = self._replayed(tile, gradients if mode == "linearize_adding" else None)
             if not kind.is_trusted(program, chunk):
                 kind.is_verified |= program.start != chunk.start
                 y, after = self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
-        late = after if program.call is None else ()
 
         def pull_back(dy: Tensor | None, d_after: Cotangents) -> tuple[Tensor | None, Cotangents]:
             program = programs.program(kind, mode, self, inputs, chunk)
@@ -825,7 +846,9 @@ class Replayed(StageAround):
                 programs.store_sums()
                 run_tile = gradients.unlisted_leaves.run_tile
                 _, states, tape = run_tile(lambda: call(x, state, chunk, gradients))
-                copy_all(late, states[: len(late)])
+                for out, s in zip(late, states, strict=False):
+                    if out is not None:
+                        out.copy_(s)
                 return tape(dy, d_after)
             dx, *d_before = programs.pull_back(tile, (dy, *d_after), gradients, run, late)
             keeps = mode == "linearize_adding" and self.keeps_sums

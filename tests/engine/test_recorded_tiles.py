@@ -262,8 +262,8 @@ def test_a_recording_that_knows_its_chunk_is_refused(
     """Positions that are numbers of the recorded chunk: a comparison with the next chunk finds them."""
     pasts = RecordedTile.pasts
 
-    def with_constants(self: Any, grows: Any, tensors: Any, places: Any) -> Any:
-        return pasts(self, grows, tensors, None if places is None else places.clone())
+    def with_constants(self: Any, grows: Any, tensors: Any, places: Any, is_first: bool) -> Any:
+        return pasts(self, grows, tensors, None if places is None else places.clone(), is_first)
 
     monkeypatch.setattr(RecordedTile, "pasts", with_constants)
     twins = Twins("attention")
