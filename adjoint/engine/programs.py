@@ -53,6 +53,7 @@ from adjoint.engine.tile import (
 )
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.recorded import recording
 from adjoint.layers import State
 from adjoint.loss import WeightSum
 
@@ -423,7 +424,8 @@ class Programs:
                 slot.zero_()
 
             def linearize() -> None:
-                y, after, tape = inner.linearize(x, static_state, static_chunk, gradients)
+                with recording():
+                    y, after, tape = inner.linearize(x, static_state, static_chunk, gradients)
                 torch._foreach_copy_(slots.outputs, [y, *after])
                 tapes.append(tape)
 
@@ -436,7 +438,8 @@ class Programs:
                 gradients.copy_excess()
 
             def linearize_and_pull_back() -> None:
-                _, after, tape = inner.linearize_again(x, static_state, static_chunk, gradients)
+                with recording():
+                    _, after, tape = inner.linearize_again(x, static_state, static_chunk, gradients)
                 copy_pairs(zip(slots.after, after, strict=True))  # y's place has its cotangent
                 tapes.append(tape)
                 pull_back()
