@@ -1,13 +1,13 @@
-"""What a recorded tile does in other ways (`engine.programs`): its launches cost little, and its tape is pulled
-back once. So results that are cheap for their size are not kept, but computed again in the backward."""
+"""What a recorded tile does in other ways (`engine.programs`): its launches cost little, and its tape is
+pulled back once. So results that are cheap for their size are not kept: the backward computes them again."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ _local = threading.local()
 
 
 class _CheapResult(NamedTuple):
-    """A result, which may be gone, and what computes it again."""
+    """The memory of a result, which may be gone, and what computes it again."""
 
-    result: weakref.ref[Tensor]
-    compute: Callable[[], Tensor]
+    memory: weakref.ref[torch.UntypedStorage]
+    compute: Callable[..., Tensor]
+    inputs: Sequence[Tensor | _View | None]
 
 
 class _View(NamedTuple):
@@ -35,7 +36,7 @@ class _Recording:
     """What is noted during the forward of a recorded tile, and asked for in its backward.
 
     Attributes:
-        results: by the number of their memory.
+        results: by the number of their memory, which other memory may get when it is freed.
         latest: the one that was computed again last: its views are mostly asked for in a row.
     """
 
@@ -44,9 +45,8 @@ class _Recording:
         self.latest: tuple[_CheapResult, Tensor] | None = None
 
     def pack(self, saved: Tensor) -> Tensor | _View:
-        cheap = self.results.get(_storage_of(saved))
-        result = None if cheap is None else cheap.result()
-        if cheap is None or result is None or _storage_of(result) != _storage_of(saved):
+        cheap = self.results.get(saved.untyped_storage()._cdata)
+        if cheap is None or cheap.memory() is None:
             return saved
         return _View(cheap, saved.size(), saved.stride(), saved.storage_offset())
 
@@ -56,9 +56,15 @@ class _Recording:
         cheap = packed.cheap
         if self.latest is None or self.latest[0] is not cheap:
             self.latest = None  # before as much is made once more
+            inputs = [None if t is None else self.unpack(t) for t in cheap.inputs]
             with torch.no_grad():
-                self.latest = cheap, cheap.compute()
-        return self.latest[1].as_strided(packed.size, packed.stride, packed.offset)
+                self.latest = cheap, cheap.compute(*inputs)
+        result = self.latest[1]
+        view = result.as_strided(packed.size, packed.stride, packed.offset)
+        if view.numel() > result.numel() // 2:
+            return view
+        self.latest = None  # of which the part would keep all
+        return view.clone()
 
 
 @contextlib.contextmanager
@@ -78,17 +84,14 @@ def is_recording() -> bool:
     return getattr(_local, "recording", None) is not None
 
 
-def note_cheap_result(result: Tensor, compute: Callable[[], Tensor]) -> None:
+def note_cheap_result(result: Tensor, compute: Callable[..., Tensor], *inputs: Tensor | None) -> None:
     """Have a recording's tape compute a contiguous result again where autograd would keep it.
 
     Args:
-        compute: returns it once more, in memory of its own; it must not keep the result.
+        compute: returns it once more, in memory of its own, from the inputs.
     """
-    is_alone = result.untyped_storage().nbytes() == result.nbytes
-    if is_recording() and result.is_contiguous() and is_alone:
-        _local.recording.results[_storage_of(result)] = _CheapResult(weakref.ref(result), compute)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """Return a number of the tensor's memory, which other memory may get when it is freed."""
-    return tensor.untyped_storage()._cdata
+    memory = result.untyped_storage()
+    if is_recording() and result.is_contiguous() and memory.nbytes() == result.nbytes:
+        noted = _local.recording
+        packed = [None if t is None else noted.pack(t.detach()) for t in inputs]
+        noted.results[memory._cdata] = _CheapResult(weakref.ref(memory), compute, packed)

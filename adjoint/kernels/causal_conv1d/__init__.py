@@ -97,8 +97,7 @@ def causal_conv1d(
     inputs = x.to(narrow), weight.to(wide), bias, initial, reset
     y, tail = _causal_conv1d(*inputs, silu, backend)
     if is_recording() and y.dtype == x.dtype and width <= SHORT:
-        detached = [None if t is None else t.detach() for t in inputs]
-        note_cheap_result(y, lambda: _causal_conv1d(*detached, silu, backend)[0])
+        note_cheap_result(y, lambda *again: _causal_conv1d(*again, silu, backend)[0], *inputs)
     return y.to(x.dtype), tail.to(x.dtype)
 
 

@@ -149,8 +149,9 @@ def rms_norm(
     if residual is not None:
         return y, s.to(residual.dtype)
     if is_recording():
-        inputs = [None if t is None else t.detach() for t in (x, weight, gate)]
-        note_cheap_result(y, lambda: _rms_norm(inputs[0].to(narrow), *inputs[1:], None, *options)[0])
+        note_cheap_result(
+            y, lambda x, *others: _rms_norm(x.to(narrow), *others, *options)[0], x, weight, gate, None
+        )
     return y
 
 
