@@ -385,8 +385,8 @@ class Programs:
             return 0
         slots = Slots(kind.shapes)
         # a forward needs half of what attention needs, and runs beside sums that stay
-        beside = kind.extra_bytes // 2 + self._bytes_of_kept_sums()
-        return slots.front + max(kind.extra_bytes + slots.back, beside)
+        in_forward = kind.extra_bytes // 2 + self._bytes_of_kept_sums()
+        return slots.front + max(kind.extra_bytes + slots.back, in_forward)
 
     def _bytes_of_kept_sums(self) -> int:
         kinds = [k.shapes for k in self.kinds.values() if k.keeps_sums and k.shapes is not None]
@@ -486,7 +486,8 @@ class Programs:
         copy_all(targets, sources)
         self._replay(program.call, tile)
         if tile.kind.is_first:  # attention is recorded, but for what it leaves to later chunks
-            values = (append_only_part(part, tile.stage.grows) for part in (tile.state, tile.slots.after))
+            grows = tile.stage.grows
+            values = append_only_part(tile.state, grows), append_only_part(tile.slots.after, grows)
             for past, piece in zip(*values, strict=True):
                 past.join(piece)
         return self.runs
@@ -578,7 +579,7 @@ class Programs:
                 sources.append(gradients.excess.pop(parameter))
         has_sum = [total is not None and any(total is t for t in targets) for total in slots.sums]
         self.summing = _Summing(slots, stage, gradients, has_sum)
-        gradients.fetch_sums = self.store_sums
+        gradients.lend_sums(self.store_sums)
 
     def has_sums_of(self, stage: Replayed, gradients: Gradients) -> bool:
         """Whether a stage's sums are in the arena."""
@@ -597,7 +598,7 @@ class Programs:
             return
         summing, self.summing = self.summing, None
         slots, gradients = summing.slots, summing.gradients
-        gradients.fetch_sums = None
+        gradients.lend_sums(None)
         totals, excess, copies = dict[Tensor, Tensor](), dict[Tensor, Tensor](), list[Tensor]()
         columns = zip(summing.stage.parameters(), summing.has_sum, slots.sums, slots.excess, strict=True)
         for parameter, has_sum, total, rounding in columns:
@@ -787,9 +788,9 @@ class Replayed(StageAround):
         program = kind.programs.get("forward")
         if program is None or program.start == chunk.start:
             return
-        _, *replayed = self._replayed(_Tile(kind, "forward", self, inputs, state))
+        _, y, after = self._replayed(_Tile(kind, "forward", self, inputs, state))
         kind.is_verified = True
-        self._compared(kind, replayed, lambda: self.stage.forward(x, state, chunk))
+        self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
 
     def end_backward(self) -> None:
         self.stage.end_backward()

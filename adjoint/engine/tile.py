@@ -241,6 +241,10 @@ class Gradients:
         while self.arriving:
             self.arriving.popleft()[1].finish()
 
+    def lend_sums(self, fetch: Callable[[bool, Tensor | None], None] | None) -> None:
+        """Set what puts the sums that are in other memory into `sums`; None once it has."""
+        self.fetch_sums = fetch
+
     def scale(self, factor: Tensor, rounds: bool) -> None:
         """Multiply the sums, to which nothing will be added.
 

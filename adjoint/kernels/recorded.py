@@ -1,5 +1,7 @@
-"""What a recorded tile does in other ways (`engine.programs`): its launches cost little, and its tape is
-pulled back once. So results that are cheap for their size are not kept: the backward computes them again."""
+"""Results that recorded tiles (`engine.programs`) compute again in the backward.
+
+A recording's launches cost little, and its tape is pulled back once. So the tape need not hold results that
+are cheap for their size."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class _View(NamedTuple):
 
 
 class _Recording:
-    """What is noted during the forward of a recorded tile, and asked for in its backward.
+    """Cheap results of a recorded tile, which its forward notes and its backward asks for.
 
     Attributes:
         results: by the number of their memory, which other memory may get when it is freed.
@@ -48,7 +50,7 @@ class _Recording:
         cheap = self.results.get(saved.untyped_storage()._cdata)
         if cheap is None or cheap.memory() is None:
             return saved
-        return _View(cheap, saved.size(), saved.stride(), saved.storage_offset())
+        return _View(cheap, saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
