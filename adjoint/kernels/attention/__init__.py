@@ -370,8 +370,9 @@ def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     parts = iter(parts)
     out, log = next(parts)
     for other, log_other in parts:  # one at a time
-        share = (log_other - log).sigmoid()[..., None]
-        out = out.to(log.dtype).lerp(other.to(log.dtype), share)
+        share, wide = (log_other - log).sigmoid()[..., None], out.to(log.dtype)
+        mix = wide.lerp if wide is out else wide.lerp_
+        out = mix(other.to(log.dtype), share)
         log = torch.logaddexp(log, log_other)
     return out, log
 
