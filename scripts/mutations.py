@@ -70,7 +70,7 @@ MUTATIONS: dict[str, Mutation] = {
     "recorded-tapes": Mutation(
         "a tape whose values another recording has overwritten is computed again",
         "engine/programs.py",
-        "if programs.runs != run:",
+        "if program.call is not None and self.runs != run:",
         "if False:",
         "tests/engine/test_recorded_tiles.py",
     ),

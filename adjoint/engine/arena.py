@@ -1,7 +1,6 @@
 """The arena: one block of memory, from which all recordings of tiles read and to which they write.
 
-A kind of tile has its places in it (`Slots`), from the first byte on: only the last replay's values are
-there."""
+A kind of tile has its places in it (`Slots`), from both ends on: only the last replay's values are there."""
 
 from __future__ import annotations
 
@@ -82,30 +81,44 @@ class Shapes:
 class Slots:
     """A kind's places in the arena, and the tensors there: the attributes of `Shapes`, and `excess`.
 
-    `excess` is what rounding has added to the sums that are compensated (`tile.Gradients`). Weights and sums
-    are first, so that other kinds of tiles of the same stage find them there."""
+    `excess` is what rounding has added to the sums that are compensated (`tile.Gradients`). What a pullback
+    alone needs is at the arena's end, so that a head's sums stay while other tiles run forward. Weights and
+    sums are at the ends themselves: other kinds of tiles of the same stage find them there. Two values of
+    which one is read before the other is written share a place: y with its cotangent, and the inputs with
+    theirs.
+
+    Attributes:
+        front: bytes from the arena's first on. back: bytes up to its last one. nbytes: both.
+    """
 
     def __init__(self, shapes: Shapes, memory: Tensor | None = None) -> None:
         excess = tuple([s if s is not None and is_compensated(s) else None for s in shapes.sums])
         dy, d_after = shapes.cotangents[:1], shapes.cotangents[1:]
-        stop, places = 0, list[Places]()
-        others = dy, shapes.inputs, shapes.outputs, shapes.results
-        for specs in (shapes.weights, d_after, shapes.sums, excess, *others):
-            places.append(Places(specs, stop))
-            stop = places[-1].stop
-        self.nbytes, self.front = stop, (shapes.weights, d_after, shapes.sums)
-        self.sums_range = places[2].start, places[3].stop
-        self.later_range = places[1].start, places[3].stop
+        weights = Places(shapes.weights, 0)
+        inputs, results = (Places(specs, weights.stop) for specs in (shapes.inputs, shapes.results))
+        y, dy_place = (Places(s, max(inputs.stop, results.stop)) for s in (shapes.outputs[:1], dy))
+        after = Places(shapes.outputs[1:], max(y.stop, dy_place.stop))
+        self.back = Places((*d_after, *shapes.sums, *excess), 0).stop
+        self.shapes, self.front = shapes, after.stop
+        self.nbytes = self.front + self.back
         if memory is not None:
-            self.memory = memory
-            views = [p.views(memory) for p in places]
-            self.weights, self.inputs, self.outputs = (without_nones(views[i]) for i in (0, 5, 6))
-            self.cotangents, self.results = [*views[4], *views[1]], views[7]
-            self.sums, self.excess = views[2], views[3]
+            self.memory, self.back_start = memory, memory.numel() - self.back
+            later = Places(d_after, self.back_start)
+            sums = Places(shapes.sums, later.stop)
+            self.sums_start, last = sums.start, Places(excess, sums.stop)
+            self.weights, self.inputs, self.after = (
+                without_nones(places.views(memory)) for places in (weights, inputs, after)
+            )
+            self.outputs = [*without_nones(y.views(memory)), *self.after]
+            self.cotangents = [*dy_place.views(memory), *later.views(memory)]
+            self.results, self.sums, self.excess = (p.views(memory) for p in (results, sums, last))
 
-    def shares_front(self, other: Slots | None) -> bool:
+    def shares_ends(self, other: Slots | None) -> bool:
         """Whether weights and sums are in the same places as those of another kind of tile."""
-        return other is not None and self.front == other.front and self.memory is other.memory
+        if other is None or self.memory is not other.memory:
+            return False
+        a, b = self.shapes, other.shapes
+        return (a.weights, a.sums, a.cotangents[1:]) == (b.weights, b.sums, b.cotangents[1:])
 
 
 def copies_by_one_launch(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -125,27 +138,30 @@ def is_compensated(spec: Spec) -> bool:
 
 
 class ExtraMemory:
-    """Memory of the arena behind a kind's slots, for one recording.
+    """Memory of the arena between the two parts of a kind's slots, for one recording.
+
+    Attributes:
+        stop: bytes of the arena, from the first on, that are in use.
+        limit: the most that may be.
 
     Raises:
         ArenaTooSmall: there is not enough of it.
     """
 
-    def __init__(self, slots: Slots, memory: Tensor) -> None:
-        self.memory, self.start, self.stop = memory, slots.nbytes, slots.nbytes
+    def __init__(self, slots: Slots) -> None:
+        self.slots, self.stop, self.limit = slots, slots.front, slots.back_start
 
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        places = Places([Spec(torch.Size(shape), dtype)], self.stop)
+    def __call__(self, specs: Sequence[Spec]) -> list[Tensor]:
+        places = Places(specs, self.stop)
         self.stop = places.stop
-        if self.stop > self.memory.numel():
+        if self.stop > self.limit:
             # a backward allocates once more what a forward has
-            raise ArenaTooSmall(2 * (self.stop - self.start))
-        (tensor,) = without_nones(places.views(self.memory))
-        return tensor
+            raise ArenaTooSmall(2 * (self.stop - self.slots.front))
+        return without_nones(places.views(self.slots.memory))
 
 
 class ArenaTooSmall(Exception):
-    """Attention needs so many bytes of the arena, behind a kind's slots, and there are fewer."""
+    """Attention needs so many bytes of the arena between a kind's slots, and there are fewer."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(f"{nbytes} bytes")

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from adjoint.engine.arena import Spec
 from adjoint.engine.tile import vjp
 from adjoint.kernels.attention import Joined, Past, causal_attention, join
 from adjoint.layers import State
@@ -24,7 +25,7 @@ class RecordedTile:
 
     Args:
         run_between: as in `recorder.Recorder`.
-        allocate: returns memory that no other value of the tile has, of a shape and dtype.
+        allocate: returns memory that no other value of the tile has, for tensors of these shapes.
 
     Attributes:
         state: of the tile that is replayed, with a `Past` for each append-only entry.
@@ -33,29 +34,40 @@ class RecordedTile:
     def __init__(
         self,
         run_between: Callable[[Callable[[], None]], None],
-        allocate: Callable[[Sequence[int], torch.dtype], Tensor],
+        allocate: Callable[[Sequence[Spec]], list[Tensor]],
     ) -> None:
         self.run_between, self.allocate = run_between, allocate
         self.state: State = ()
+        self.calls = list[_AttentionCall]()
 
-    def pasts(self, grows: Sequence[int | None], tensors: Sequence[Tensor], places: Tensor | None) -> State:
-        """Return a recorded tile's state: tensors where it is recurrent, else a `RecordedPast`."""
+    def drop_graphs(self) -> None:
+        """Free what calls of attention have kept for a pullback that will not come."""
+        for call in self.calls:
+            call.graph = None
+
+    def pasts(
+        self, grows: Sequence[int | None], tensors: Sequence[Tensor], places: Tensor | None, is_first: bool
+    ) -> State:
+        """Return a recorded tile's state: tensors where it is recurrent, else what stands for a `Past`.
+
+        Args:
+            is_first: whether there is nothing before the chunk, so that attention is recorded like the rest.
+        """
         rest = iter(tensors)
         return tuple(
             [
-                next(rest) if dim is None else RecordedPast(self, i, places)  # type: ignore[misc]
+                next(rest)  # type: ignore[misc]
+                if dim is None
+                else (RecordedPiece(places) if is_first else RecordedPast(self, i, places))
                 for i, dim in enumerate(grows)
             ]
         )
 
 
-class RecordedPast:
-    """Keys or values before a chunk, in a tile that is recorded.
-
-    To `kernels.attention` its keys are elsewhere, as those of other ranks are: `attend` alone reads them.
+class RecordedPiece:
+    """The place of the first chunk's keys or values, in a tile that is recorded: none are before it.
 
     Args:
-        entry: its number in the tile's state.
         places: (tokens,) float64, the chunk's positions, for layers that would count them; None if the tile
             gets them by itself.
     """
@@ -63,17 +75,32 @@ class RecordedPast:
     fetches = False
     anchor = visible = starts = None
 
-    def __init__(self, tile: RecordedTile, entry: int, places: Tensor | None) -> None:
-        self.tile, self.entry, self.places = tile, entry, places
+    def __init__(self, places: Tensor | None) -> None:
+        self.places = places
 
     def anchored(self, piece: Tensor) -> Tensor:
         return piece
 
     def join(self, piece: Tensor, reach: int | None = None) -> Tensor:
-        """Return the piece in the place of the joined keys, which no code but `attend` may read."""
+        """Return the piece, in the place of the joined keys."""
         if reach is not None:
             raise RuntimeError("attention with a window")
-        return piece
+        return piece.view_as(piece)
+
+
+class RecordedPast(RecordedPiece):
+    """Keys or values before a chunk, in a tile that is recorded.
+
+    To `kernels.attention` its keys are elsewhere, as those of other ranks are: `attend` alone reads them.
+
+    Args:
+        entry: its number in the tile's state.
+        places: as in `RecordedPiece`.
+    """
+
+    def __init__(self, tile: RecordedTile, entry: int, places: Tensor | None) -> None:
+        super().__init__(places)
+        self.tile, self.entry = tile, entry
 
     def attend(self, q: Tensor, keys: Joined, values: Joined, scale: float | None) -> Tensor:
         """Attention of queries to all keys up to their own places, (batch, heads, tokens, dim)."""
@@ -114,12 +141,6 @@ class _AttentionCall:
         self.tile, self.entries, self.attend, self.has_backward = tile, entries, attend, False
         self.graph: tuple[list[Tensor], Tensor] | None = None
 
-    def allocate_result(self) -> Tensor:
-        """Return memory for a result or its cotangent."""
-        q, _, v = self.inputs
-        batch, heads, tokens, _ = q.shape
-        return self.tile.allocate((batch, tokens, heads, v.shape[3]), q.dtype)
-
     def forward(self) -> None:
         """Attend, from what the recording before has written, and write what the one after it reads."""
         leaves = [t.detach().requires_grad_(self.has_backward) for t in self.inputs]
@@ -148,24 +169,27 @@ class _BetweenContext(Protocol):
 class _Between(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _BetweenContext, q: Tensor, k: Tensor, v: Tensor, call: _AttentionCall) -> Tensor:
-        call.inputs = [call.tile.allocate(t.shape, t.dtype) for t in (q, k, v)]
+        batch, heads, tokens, _ = q.shape
+        result = Spec(torch.Size([batch, tokens, heads, v.shape[3]]), q.dtype)
+        specs = [Spec(t.shape, t.dtype) for t in (q, k, v)]
+        *call.inputs, call.out = call.tile.allocate([*specs, result])
         torch._foreach_copy_(call.inputs, [q, k, v])
-        call.out = call.allocate_result()
         call.tile.run_between(call.forward)
         ctx.call = call
+        call.tile.calls.append(call)
         return call.out.view_as(call.out)
 
     @staticmethod
     def backward(ctx: _BetweenContext, d: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         call.has_backward = True
-        call.d_out = call.allocate_result()
+        (call.d_out,) = call.tile.allocate([Spec(call.out.shape, call.out.dtype)])
         call.d_out.copy_(d)
         call.tile.run_between(call.backward)
         return *[t.view_as(t) for t in call.inputs], None
 
 
-def recorded_past(keys: Tensor) -> RecordedPast | None:
-    """Return the `RecordedPast` that stands for what is before these keys, or None."""
+def recorded_past(keys: Tensor) -> RecordedPiece | None:
+    """Return what stands for the keys before these in a tile that is recorded; None in any other."""
     past = getattr(getattr(keys, "joined", None), "past", None)
-    return past if isinstance(past, RecordedPast) else None
+    return past if isinstance(past, RecordedPiece) else None

@@ -139,6 +139,7 @@ class Executor(TileValues):
         # of one chunk's states in each segment, which has no loss: the last chunk that all segments recompute
         self.norms, self.recomputed_norms = ChunkLosses(grid.stages), ChunkLosses(grid.stages)
         self.compared_chunk = max(0, grid.chunks - 2)
+        self.late_states: dict[int, State] = {}  # of that chunk, by stage, until it has been pulled back
         self.gradients = Gradients() if gradients is None else gradients
         self.head_gradients: Gradients | None = None
         self.head_is_unscaled = False
@@ -399,14 +400,17 @@ class Executor(TileValues):
 
     def _scale_head_gradients(self, scale: Tensor, frees: bool) -> None:
         """Begin the gradients' sums with the head's, times the loss's cotangent."""
-        assert self.head_gradients is not None
-        top = self.grid.stages - 1
-        for parameter, total in self.head_gradients.sums.items():
+        head, top = self.head_gradients, self.grid.stages - 1
+        assert head is not None
+        if frees:
+            head.scale(scale, self.rounds_finished_sums)
+        else:
+            head.finish()
+        for parameter, total in head.sums.items():
             self.gradients.room.pop(parameter, None)
-            self.gradients.sums[parameter] = total.mul_(scale) if frees else total * scale
+            self.gradients.sums[parameter] = total if frees else total * scale
         if self.rounds_finished_sums:
-            sums = self.head_gradients.sums
-            self.gradients.round([p for p in sums if self._lowest_stage.get(p) == top])
+            self.gradients.round([p for p in head.sums if self._lowest_stage.get(p) == top])
         if frees:
             self.head_gradients = None
 
@@ -428,7 +432,10 @@ class Executor(TileValues):
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
-        self._note_norm(self.recomputed_norms, k, c, after)
+        if is_read:
+            self._note_norm(self.recomputed_norms, k, c, after)
+        elif c == self.compared_chunk:  # it may be computed with the pullback
+            self.late_states[k] = after
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 
@@ -479,6 +486,8 @@ class Executor(TileValues):
         d_after = self.exchange.cotangents(self, k, c)
         dx, d_before = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_after)
         del d_after
+        if k in self.late_states:
+            self._note_norm(self.recomputed_norms, k, c, self.late_states.pop(k))
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)

@@ -144,13 +144,16 @@ class UntrainedTensors:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], frozen: bool = True) -> None:
         self.tensors: list[_UntrainedTensor] = []
+        copies = dict[Tensor, Tensor]()  # of a tensor that many modules have, one
         for prefix, module in modules:
             for entries in (module._parameters, module._buffers, vars(module)):
                 is_parameters = entries is module._parameters
                 for key, t in entries.items() if frozen or not is_parameters else ():
                     if isinstance(t, Tensor) and not (is_parameters and t.requires_grad):
                         is_copied = not is_parameters and t.numel() <= MAX_RESTORED_ELEMENTS
-                        values = t.detach().clone() if is_copied else None
+                        if is_copied and t not in copies:
+                            copies[t] = t.detach().clone()
+                        values = copies[t] if is_copied else None
                         name, is_buffer = f"{prefix}.{key}".lstrip("."), entries is module._buffers
                         self.tensors.append(_UntrainedTensor(name, entries, key, t, values, is_buffer))
         self.versions = self._versions()

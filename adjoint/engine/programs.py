@@ -4,7 +4,7 @@ A GPU waits for its host where tiles are short: each is hundreds of launches. La
 same, whatever their weights and their chunk. So what one layer's tile launches is recorded once, as a CUDA
 graph, and replayed for all layers of its kind, all chunks of that length, and later steps:
 
-    copy weights, inputs ─► replay ─► copy results        in and out of one `Arena`
+    copy weights, inputs ─► replay ─► copy results        in and out of one arena
 
 A recording reads and writes the arena, and memory of the recorder's in between. All recordings share both, so
 only the last replay's values are there: what a tape needs may have been overwritten when it is pulled back,
@@ -41,7 +41,7 @@ from adjoint.engine.decay import Decays
 from adjoint.engine.layer_run import LayerRun
 from adjoint.engine.recorder import RECORDERS, Recorder, Replay
 from adjoint.engine.stage import Stage, StageAround
-from adjoint.engine.storage import recurrent_part
+from adjoint.engine.storage import append_only_part, recurrent_part
 from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import (
     MAX_PLAIN_ADDITIONS,
@@ -53,6 +53,7 @@ from adjoint.engine.tile import (
 )
 from adjoint.errors import LOGGER, UserError, is_heard
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.recorded import recording
 from adjoint.layers import State
 from adjoint.loss import WeightSum
 
@@ -124,21 +125,52 @@ class _Summing:
     has_sum: list[bool]
     pullbacks: int = 0
 
+    def are_of(self, stage: Replayed, slots: Slots, gradients: Gradients) -> bool:
+        """Whether a tile of the stage adds to these sums, by slots of its kind."""
+        return self.stage is stage and self.gradients is gradients and self.slots.shares_ends(slots)
+
 
 class _Program(NamedTuple):
     """A mode's recordings: of the stage's call and, unless it is a forward, of its pullback.
 
     Attributes:
+        call: None if the pullback's recording begins with it ("linearize_again").
         start: first token of the chunk that was recorded.
-        has_results: which inputs get a cotangent.
         tile: what attention between the recordings needs.
+        stop: bytes of the arena, from the first on, that the call may write to.
+        has_results: which inputs get a cotangent.
     """
 
-    call: Replay
+    call: Replay | None
     start: int
     tile: RecordedTile
+    stop: int
     pullback: Replay | None = None
     has_results: Sequence[bool] = ()
+
+
+class _Tile(NamedTuple):
+    """A tile that is replayed.
+
+    Attributes:
+        kind, mode: of its program. stage: of the step.
+        inputs: the tensors that are copied into the slots. state: before the chunk.
+    """
+
+    kind: _Kind
+    mode: Mode
+    stage: Replayed
+    inputs: Sequence[Tensor]
+    state: State
+
+    @property
+    def program(self) -> _Program:
+        return self.kind.programs[self.mode]
+
+    @property
+    def slots(self) -> Slots:
+        assert self.kind.slots is not None
+        return self.kind.slots
 
 
 class _Kind:
@@ -147,8 +179,10 @@ class _Kind:
     Args:
         copies_weights: whether weights are copied into the arena; else recordings read one stage's own.
         reads_state: whether tiles read the state before the chunk.
+        is_first: whether their keys and values are the sequence's first.
 
     Attributes:
+        keeps_sums: whether its sums stay in the arena while other stages run forward.
         noted: the step in which each mode has run first, which compiles and tunes kernels.
         failed: whether a recording has failed.
         addresses: of the weights that recordings read, if these are not copied.
@@ -158,8 +192,9 @@ class _Kind:
         extra_bytes: of the arena that attention needs.
     """
 
-    def __init__(self, copies_weights: bool, reads_state: bool) -> None:
-        self.copies_weights, self.reads_state, self.failed = copies_weights, reads_state, False
+    def __init__(self, copies_weights: bool, reads_state: bool, is_first: bool) -> None:
+        self.copies_weights, self.reads_state, self.is_first = copies_weights, reads_state, is_first
+        self.failed = self.keeps_sums = False
         self.noted: dict[Mode, int] = {}
         self.shapes: Shapes | None = None
         self.addresses: list[int] = []
@@ -180,17 +215,15 @@ class _Kind:
 class Programs:
     """The recordings of a model, which outlive its steps.
 
-    A copied or unpickled model has none.
+    A copied or unpickled model has none, nor has one on another device."""
 
-    Args:
-        recorder: makes recordings; by default that of the first step's device.
-    """
-
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self.recorder, self.steps, self.device = recorder, 0, torch.device("cpu")
+    def __init__(self) -> None:
+        self.steps, self.device = 0, torch.device("cpu")
+        self.recorder: Recorder | None = None
         self.kinds: dict[Hashable, _Kind] = {}
         self.memory: Tensor | None = None
-        self.runs = 0  # replays of calls: a tape is valid while this number is its own
+        self.runs = 0  # replays: a tape is valid while this number is its own
+        self.latest: RecordedTile | None = None  # of the last replay
         self.bound: tuple[Slots, Replayed] | None = None  # whose weights are in the arena
         self.summing: _Summing | None = None
         self.shared_parameters: Set[Tensor] = frozenset()  # of several stages of the step
@@ -204,7 +237,11 @@ class Programs:
 
         Layers in a row are recorded together, so that a segment is one replay."""
         self.steps += 1
-        self.device, self.bound, self.summing = device, None, None
+        self.store_sums()  # of a step whose backward has not begun
+        self.bound = None
+        if device != self.device:
+            self.device, self.recorder, self.memory = device, None, None
+            self.kinds.clear()
         if self.recorder is None:
             if device.type not in RECORDERS:
                 self._say(
@@ -233,6 +270,7 @@ class Programs:
                 stage.is_whole_stage = True
         for member in replayed:
             member.has_own_program = counts[member.structure] == 1
+            member.shares_parameters = not self.shared_parameters.isdisjoint(member.parameters())
         return arranged
 
     def _say(self, line: str) -> None:
@@ -247,10 +285,15 @@ class Programs:
             return None
         device = inputs[0].device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        shapes = *(specs_of(inputs)), stage.has_own_program, autocast
-        return self.kinds.setdefault(
-            (key, shapes), _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk))
-        )
+        lengths = [len(s) for s in append_only_part(state, stage.grows)]
+        is_first = bool(lengths) and not any(lengths)
+        shapes = *(specs_of(inputs)), stage.has_own_program, autocast, is_first
+        kind = self.kinds.get((key, shapes))
+        if kind is None:
+            kind = _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk), is_first)
+            kind.keeps_sums = stage.keeps_sums
+            self.kinds[key, shapes] = kind
+        return kind
 
     def note_forward(
         self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], y: Tensor, after: State
@@ -301,7 +344,8 @@ class Programs:
             self.store_sums()
             self._make_slots(kind)
             self.bound = None
-            self.bind(kind, stage, inputs)  # a recorder may compute with what is there
+            # a recorder may compute with what is there
+            copy_all(*self._copies_in(_Tile(kind, mode, stage, inputs, ())))
             kind.programs[mode] = self._record(kind, mode, stage, chunk)
         except ArenaTooSmall as error:
             kind.extra_bytes = error.nbytes
@@ -324,18 +368,29 @@ class Programs:
         LOGGER.warning(f"cuda_graphs: tiles of {stage.name} cannot be recorded and run as without it: {why}")
 
     def _make_slots(self, kind: _Kind) -> None:
-        assert kind.shapes is not None
-        needed = max(
-            Slots(k.shapes).nbytes + k.extra_bytes for k in self.kinds.values() if k.shapes is not None
-        )
-        if self.memory is None or self.memory.numel() < Slots(kind.shapes).nbytes + kind.extra_bytes:
+        if self.memory is None or self.memory.numel() < self._needed(kind):
             for other in self.kinds.values():
                 other.drop()
             self.memory = None
+            needed = max([self._needed(k) for k in self.kinds.values()])
             self.memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
-        if kind.slots is None or kind.slots.nbytes != Slots(kind.shapes).nbytes:
+        assert kind.shapes is not None
+        if kind.slots is None or kind.slots.shapes != kind.shapes:
             kind.drop()
             kind.slots = Slots(kind.shapes, self.memory)
+
+    def _needed(self, kind: _Kind) -> int:
+        """Return the bytes of an arena in which a kind's tiles can be recorded."""
+        if kind.shapes is None:
+            return 0
+        slots = Slots(kind.shapes)
+        # a forward needs half of what attention needs, and runs beside sums that stay
+        in_forward = kind.extra_bytes // 2 + self._bytes_of_kept_sums()
+        return slots.front + max(kind.extra_bytes + slots.back, in_forward)
+
+    def _bytes_of_kept_sums(self) -> int:
+        kinds = [k.shapes for k in self.kinds.values() if k.keeps_sums and k.shapes is not None]
+        return max([Slots(shapes).back for shapes in kinds], default=0)
 
     def _record(self, kind: _Kind, mode: Mode, stage: Replayed, chunk: Batch) -> _Program:
         """Record a mode of a stage, whose weights stand in the slots meanwhile."""
@@ -345,9 +400,12 @@ class Programs:
         n = sum([dim is None for dim in inner.grows])
         x, *state = slots.inputs[: 1 + n]
         others = slots.inputs[1 + n :]
-        tile = RecordedTile(recorder.run_between, ExtraMemory(slots, self.memory_of_arena()))
-        static_state = tile.pasts(inner.grows, state, others[0] if others else None)
+        extra = ExtraMemory(slots)
+        tile = RecordedTile(recorder.run_between, extra)
+        static_state = tile.pasts(inner.grows, state, others[0] if others else None, kind.is_first)
         static_chunk, start = inner.with_program_inputs(chunk, others), chunk.start
+        # of a call, which runs while another stage's sums stay
+        extra.limit = min(extra.limit, slots.memory.numel() - self._bytes_of_kept_sums())
         with (
             torch.no_grad(),
             stage.weights_in(slots.weights) if kind.copies_weights else contextlib.nullcontext(),
@@ -358,16 +416,16 @@ class Programs:
                     y, after = inner.forward(x, static_state, static_chunk)
                     torch._foreach_copy_(slots.outputs, [y, *after])
 
-                return _Program(recorder.record(forward), start, tile)
+                return _Program(recorder.record(forward), start, tile, extra.stop)
             adds = mode == "linearize_adding"
             gradients = _SlotGradients(stage, slots, slots.cotangents[0] if adds else None)
             tapes, has_results = list[Pullback](), list[bool]()
-            call_stage = inner.linearize_again if mode == "linearize_again" else inner.linearize
             for slot in without_nones(slots.cotangents):
                 slot.zero_()
 
             def linearize() -> None:
-                y, after, tape = call_stage(x, static_state, static_chunk, gradients)
+                with recording():
+                    y, after, tape = inner.linearize(x, static_state, static_chunk, gradients)
                 torch._foreach_copy_(slots.outputs, [y, *after])
                 tapes.append(tape)
 
@@ -379,129 +437,168 @@ class Programs:
                 copy_pairs(itertools.compress(pairs, has_results))
                 gradients.copy_excess()
 
-            call = recorder.record(linearize)
-            program = _Program(call, start, tile, recorder.record(pull_back), has_results)
-            kind.has_sum = [p in gradients.touched for p in inner.parameters()]
-            return program
+            def linearize_and_pull_back() -> None:
+                with recording():
+                    _, after, tape = inner.linearize_again(x, static_state, static_chunk, gradients)
+                copy_pairs(zip(slots.after, after, strict=True))  # y's place has its cotangent
+                tapes.append(tape)
+                pull_back()
 
-    def memory_of_arena(self) -> Tensor:
-        """Return the arena's memory (bytes,), which is there once a kind has slots."""
-        assert self.memory is not None
-        return self.memory
+            call = None if mode == "linearize_again" else recorder.record(linearize)
+            stop, extra.limit = extra.stop, slots.back_start
+            pullback = recorder.record(linearize_and_pull_back if call is None else pull_back)
+            kind.has_sum = [p in gradients.touched for p in inner.parameters()]
+            return _Program(call, start, tile, stop, pullback, has_results)
 
     # ------------------------------------------------------------------------------------------------ replays
 
-    def bind(self, kind: _Kind, stage: Replayed, inputs: Sequence[Tensor] = ()) -> None:
-        """Copy a tile's inputs into the slots and, if another stage's are there, the stage's weights."""
-        slots = kind.slots
-        assert slots is not None
-        summing, bound = self.summing, self.bound
-        if summing is not None and not (summing.stage is stage and summing.slots.shares_front(slots)):
-            self.store_sums()
-        targets, sources = list(slots.inputs if inputs else ()), list(inputs)
+    def _copies_in(self, tile: _Tile) -> tuple[list[Tensor], list[Tensor]]:
+        """Return targets and sources of the copies of a tile's inputs into the slots and, if another stage's
+        are there, of the stage's weights."""
+        kind, stage, slots, bound = tile.kind, tile.stage, tile.slots, self.bound
+        targets, sources = [*slots.inputs], [*tile.inputs]
         if not kind.reads_state:
             n = sum([dim is None for dim in stage.grows])
             del targets[1 : 1 + n], sources[1 : 1 + n]
-        has_weights = bound is not None and bound[1] is stage and bound[0].shares_front(slots)
+        has_weights = bound is not None and bound[1] is stage and bound[0].shares_ends(slots)
         if kind.copies_weights and not has_weights:
             targets += slots.weights
             sources += stage.tensors
         self.bound = slots, stage
-        copy_all(targets, sources)
+        return targets, sources
 
-    def run_call(
-        self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], state: State
-    ) -> int:
-        """Replay a mode's call; return the number by which its tape is valid."""
-        self.bind(kind, stage, inputs)
-        program = kind.programs[mode]
-        program.tile.state = state
-        program.call()
-        program.tile.state = ()
-        self.runs += 1
+    def run_call(self, tile: _Tile, gradients: Gradients | None = None) -> int:
+        """Replay a mode's call; return the number by which its tape is valid.
+
+        Args:
+            gradients: to which the call itself adds; None if it adds nothing.
+        """
+        program, summing = tile.program, self.summing
+        assert program.call is not None
+        if summing is not None and program.stop > summing.slots.back_start:
+            self.store_sums()
+        targets, sources = self._copies_in(tile)
+        if gradients is not None:
+            assert gradients.loss_cotangent is not None
+            self._begin_sums(tile, gradients, targets, sources)
+            targets += without_nones(tile.slots.cotangents[:1])
+            sources.append(gradients.loss_cotangent)
+        copy_all(targets, sources)
+        self._replay(program.call, tile)
+        if tile.kind.is_first:  # attention is recorded, but for what it leaves to later chunks
+            grows = tile.stage.grows
+            values = append_only_part(tile.state, grows), append_only_part(tile.slots.after, grows)
+            for past, piece in zip(*values, strict=True):
+                past.join(piece)
         return self.runs
 
+    def _replay(self, replay: Replay, tile: _Tile) -> None:
+        recorded, latest = tile.program.tile, self.latest
+        if latest is not None and latest is not recorded:
+            latest.drop_graphs()
+        self.latest, recorded.state = recorded, tile.state
+        replay()
+        recorded.state = ()
+        self.runs += 1
+
     def pull_back(
-        self, kind: _Kind, mode: Mode, stage: Replayed, cotangents: Cotangents, gradients: Gradients
+        self,
+        tile: _Tile,
+        cotangents: Cotangents,
+        gradients: Gradients,
+        run: int,
+        late: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Replay a mode's pullback; return copies of the inputs' cotangents."""
-        slots, (*_, replay, has_results) = kind.slots, kind.programs[mode]
-        assert slots is not None and replay is not None
-        self._leave_others_sums(slots, gradients)
+        """Replay a mode's pullback, and before it the call unless its tape is valid.
+
+        Args:
+            run: what `run_call` has returned for the tile.
+            late: gets the state after the chunk, where it is not None; () if the call has run before.
+
+        Returns:
+            Copies of the inputs' cotangents.
+        """
+        slots, program = tile.slots, tile.program
+        assert program.pullback is not None
+        if program.call is not None and self.runs != run:
+            assert tile.mode != "linearize_adding", "a head is pulled back before anything else is replayed"
+            self.run_call(tile)
+        targets, sources = self._copies_in(tile) if program.call is None else ([], [])
         pairs = [(slot, d) for slot, d in zip(slots.cotangents, cotangents, strict=True) if slot is not None]
-        is_first, has_later = self.summing is None, any(d is not None for _, d in pairs[1:])
-        start, stop = slots.sums_range if has_later else slots.later_range
-        if not is_first:
-            stop = start if has_later else slots.sums_range[0]
-        if start < stop:  # one launch, as in most chunks either all states have cotangents or none has
-            slots.memory[start:stop].zero_()
+        has_later = any(d is not None for _, d in pairs[1:])
+        self._begin_sums(tile, gradients, targets, sources, zeros_later=not has_later)
         for slot, d in pairs if has_later else ():
             if d is None:
                 slot.zero_()
-        targets, sources = [slot for slot, d in pairs if d is not None], without_nones(d for _, d in pairs)
-        if is_first:
-            self._load_sums(slots, stage, gradients, targets, sources)
-            self.summing = _Summing(slots, stage, gradients, [False] * len(slots.sums))
+        targets += [slot for slot, d in pairs if d is not None]
+        sources += without_nones(d for _, d in pairs)
         copy_all(targets, sources)
-        replay()
+        self._replay(program.pullback, tile)
         summing = self.summing
         assert summing is not None
-        summing.has_sum = [a or b for a, b in zip(summing.has_sum, kind.has_sum, strict=True)]
+        summing.has_sum = [a or b for a, b in zip(summing.has_sum, tile.kind.has_sum, strict=True)]
         summing.pullbacks += 1
         if summing.pullbacks == MAX_PLAIN_ADDITIONS:
             self.store_sums()
-        copies = iter(copies_by_one_launch(without_nones(itertools.compress(slots.results, has_results))))
-        return [next(copies) if is_there else None for is_there in has_results]
+        results = without_nones(itertools.compress(slots.results, program.has_results))
+        copies = [torch.empty_like(t) for t in results]
+        states = [s for s, out in zip(slots.after, late, strict=False) if out is not None]
+        copy_all([*copies, *without_nones(late)], [*results, *states])
+        rest = iter(copies)
+        return [next(rest) if is_there else None for is_there in program.has_results]
 
-    def _leave_others_sums(self, slots: Slots, gradients: Gradients) -> None:
-        """Store sums that are in the arena, if they are of another step or in other places."""
-        summing = self.summing
-        if summing is not None and not (summing.gradients is gradients and summing.slots.shares_front(slots)):
-            self.store_sums()
-
-    def begin_sums(self, kind: _Kind, stage: Replayed, gradients: Gradients) -> None:
-        """Have a step's sums and the loss's cotangent in the slots, before a head adds to them."""
-        slots = kind.slots
-        assert slots is not None and gradients.loss_cotangent is not None
-        self._leave_others_sums(slots, gradients)
-        targets, sources = without_nones(slots.cotangents[:1]), [gradients.loss_cotangent]
-        if self.summing is None:
-            start, stop = slots.sums_range
-            slots.memory[start:stop].zero_()
-            self._load_sums(slots, stage, gradients, targets, sources)
-            self.summing = _Summing(slots, stage, gradients, list(kind.has_sum))
-        copy_all(targets, sources)
-
-    def _load_sums(
+    def _begin_sums(
         self,
-        slots: Slots,
-        stage: Replayed,
+        tile: _Tile,
         gradients: Gradients,
         targets: list[Tensor],
         sources: list[Tensor],
+        zeros_later: bool = False,
     ) -> None:
-        """List the copies by which the sums in the slots, which are zeros, begin with those of a step."""
+        """Have a step's sums in the slots, which are zeros if the step has none; list the copies for it.
+
+        Args:
+            zeros_later: whether the cotangents of the state after the chunk are zeros, too.
+        """
+        slots, stage = tile.slots, tile.stage
+        if self.summing is not None and not self.summing.are_of(stage, slots, gradients):
+            self.store_sums()
+        start = slots.back_start if zeros_later else slots.sums_start
+        stop = slots.sums_start if self.summing is not None else slots.memory.numel()
+        if start < stop:  # one launch, as in most chunks either all states have cotangents or none has
+            slots.memory[start:stop].zero_()
+        if self.summing is not None:
+            return
         for parameter, total, excess in zip(stage.parameters(), slots.sums, slots.excess, strict=True):
             if total is None or parameter not in gradients.sums:
                 continue
-            gradients._wait_for_sum(parameter)
             targets.append(total)
-            sources.append(gradients.sums[parameter])
+            sources.append(gradients.sums.pop(parameter))
             if excess is not None and parameter in gradients.excess:
                 targets.append(excess)
-                sources.append(gradients.excess[parameter])
+                sources.append(gradients.excess.pop(parameter))
+        has_sum = [total is not None and any(total is t for t in targets) for total in slots.sums]
+        self.summing = _Summing(slots, stage, gradients, has_sum)
+        gradients.lend_sums(self.store_sums)
 
-    def store_sums(self, is_last: bool = False) -> None:
+    def has_sums_of(self, stage: Replayed, gradients: Gradients) -> bool:
+        """Whether a stage's sums are in the arena."""
+        summing = self.summing
+        return summing is not None and summing.stage is stage and summing.gradients is gradients
+
+    def store_sums(self, is_last: bool = False, factor: Tensor | None = None) -> None:
         """Hand the sums in the slots to the step that they belong to.
 
         Args:
             is_last: whether the stage will add nothing more. What no other stage adds to then has the
                 parameter's dtype, as the executor would round it: in float32 it would be there twice.
+            factor: by which they are multiplied.
         """
         if self.summing is None:
             return
         summing, self.summing = self.summing, None
         slots, gradients = summing.slots, summing.gradients
+        gradients.lend_sums(None)
         totals, excess, copies = dict[Tensor, Tensor](), dict[Tensor, Tensor](), list[Tensor]()
         columns = zip(summing.stage.parameters(), summing.has_sum, slots.sums, slots.excess, strict=True)
         for parameter, has_sum, total, rounding in columns:
@@ -509,9 +606,8 @@ class Programs:
                 continue
             is_complete = is_last and parameter not in self.shared_parameters
             dtype = parameter.dtype if is_complete else total.dtype
-            totals[parameter] = total
+            totals[parameter] = total if factor is None else total.mul_(factor)
             copies.append(torch.empty_like(total, dtype=dtype))
-            gradients.excess.pop(parameter, None)
             if rounding is not None and not is_complete:
                 excess[parameter] = rounding
         copies += [torch.empty_like(t) for t in excess.values()]
@@ -533,6 +629,7 @@ class _SlotGradients(Gradients):
 
     def __init__(self, stage: Replayed, slots: Slots, loss_cotangent: Tensor | None) -> None:
         super().__init__(loss_cotangent=loss_cotangent)
+        self.max_pending_bytes = 0  # launches of a recording cost little
         self.touched = set[Tensor]()
         self.slot_excess = dict[Tensor, Tensor]()
         for parameter, total, excess in zip(stage.parameters(), slots.sums, slots.excess, strict=True):
@@ -583,12 +680,13 @@ class Replayed(StageAround):
         has_own_program: whether no other stage of the step is of its kind, so that a recording may read its
             weights where they are.
         is_whole_stage: whether the engine runs it; else a `LayerRun` does.
+        shares_parameters: whether other stages of the step have some of its parameters.
     """
 
     def __init__(self, stage: Stage, programs: Programs) -> None:
         super().__init__(stage)
         self.programs = programs
-        self.has_own_program = self.is_whole_stage = False
+        self.has_own_program = self.is_whole_stage = self.shares_parameters = False
         self._listed: list[Tensor] = list(stage.parameters())
         self._tensors: list[Tensor] | None = None
         self._keys: dict[bool, Hashable | None] = {}
@@ -598,6 +696,11 @@ class Replayed(StageAround):
         """The stage's class, for messages."""
         inner = self.stage.stages[0] if isinstance(self.stage, LayerRun) else self.stage
         return type(inner).__name__
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether its sums stay in the arena while other stages run forward."""
+        return self.is_loss and not self.shares_parameters
 
     @property
     def structure(self) -> Hashable:
@@ -638,18 +741,16 @@ class Replayed(StageAround):
     def _inputs(self, x: Tensor, state: State, chunk: Batch) -> list[Tensor]:
         return [x, *recurrent_part(state, self.grows), *self.stage.program_inputs(chunk, state)]
 
-    def _outputs(self, slots: Slots, *, copies: bool) -> tuple[Tensor, State]:
-        """Return y and the state after a chunk; append-only pieces, which the slab has, stay in the slots.
+    def _replayed(self, tile: _Tile, gradients: Gradients | None = None) -> tuple[int, Tensor, State]:
+        """Replay a call; return its number (`Programs.run_call`), and copies of y and the state after it.
 
-        Args:
-            copies: whether the others are copies; else they are there until the next replay.
-        """
-        y, *after = slots.outputs
-        if copies:
-            y, *recurrent = copies_by_one_launch([y, *recurrent_part(after, self.grows)])
-            rest = iter(recurrent)
-            after = [next(rest) if dim is None else s for s, dim in zip(after, self.grows, strict=True)]
-        return y, tuple(after)
+        Append-only pieces, which the slab has, stay in the slots."""
+        run = self.programs.run_call(tile, gradients)
+        y, *after = tile.slots.outputs
+        y, *recurrent = copies_by_one_launch([y, *recurrent_part(after, self.grows)])
+        rest = iter(recurrent)
+        after = [next(rest) if dim is None else s for s, dim in zip(after, self.grows, strict=True)]
+        return run, y, tuple(after)
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         programs, inputs = self.programs, self._inputs(x, state, chunk)
@@ -661,9 +762,7 @@ class Replayed(StageAround):
             y, after = self.stage.forward(x, state, chunk)
             programs.note_forward(kind, "forward", self, inputs, y, after)
             return y, after
-        programs.run_call(kind, "forward", self, inputs, state)
-        assert kind.slots is not None
-        y, after = self._outputs(kind.slots, copies=True)
+        _, y, after = self._replayed(_Tile(kind, "forward", self, inputs, state))
         if not kind.is_trusted(program, chunk):
             kind.is_verified |= program.start != chunk.start
             return self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
@@ -689,11 +788,9 @@ class Replayed(StageAround):
         program = kind.programs.get("forward")
         if program is None or program.start == chunk.start:
             return
-        self.programs.run_call(kind, "forward", self, inputs, state)
-        assert kind.slots is not None
-        replayed = self._outputs(kind.slots, copies=True)
+        _, y, after = self._replayed(_Tile(kind, "forward", self, inputs, state))
         kind.is_verified = True
-        self._compared(kind, replayed, lambda: self.stage.forward(x, state, chunk))
+        self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
 
     def end_backward(self) -> None:
         self.stage.end_backward()
@@ -719,53 +816,52 @@ class Replayed(StageAround):
         kind = programs.kind(self, inputs, state, chunk)
         call = self.stage.linearize if mode == "linearize" else self.stage.linearize_again
         if self.is_loss and gradients.loss_cotangent is not None:
-            programs.store_sums()  # to which the stage itself may add at once
             # of a head by itself the cotangent is 1 at first, and the sum may as well begin with zeros
-            if self.is_whole_stage or any(p in gradients.sums for p in self._listed):
-                mode = "linearize_adding"
-        if kind is None:
-            return self._eager(call(x, state, chunk, gradients))
-        program = programs.program(kind, mode, self, inputs, chunk)
-        if program is not None and mode == "linearize_again" and not kind.is_verified:
+            has_sum = programs.has_sums_of(self, gradients) or any(p in gradients.sums for p in self._listed)
+            mode = "linearize_adding" if self.is_whole_stage or has_sum else mode
+        program = None if kind is None else programs.program(kind, mode, self, inputs, chunk)
+        if kind is not None and program is not None and mode == "linearize_again" and not kind.is_verified:
             self._compare_forward(kind, x, state, chunk, inputs)
             is_usable = not kind.failed and kind.is_trusted(program, chunk)
             program = program if is_usable else None
-        if program is None:
+        if kind is None or program is None:
+            if self.is_loss:
+                programs.store_sums()  # to which the stage itself may add at once
             y, after, tape = call(x, state, chunk, gradients)
-            programs.note_forward(kind, mode, self, inputs, y, after)
-            return self._eager((y, after, tape), kind)
-        if mode == "linearize_adding":
-            programs.bind(kind, self)
-            programs.begin_sums(kind, self, gradients)
-        run = programs.run_call(kind, mode, self, inputs, state)
-        assert kind.slots is not None
-        y, after = self._outputs(kind.slots, copies=mode != "linearize_again")
-        if not kind.is_trusted(program, chunk):
-            kind.is_verified |= program.start != chunk.start
-            y, after = self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
+            if kind is not None:
+                programs.note_forward(kind, mode, self, inputs, y, after)
+            return y, after, _EagerTape(tape, self, kind)
+        tile, run, late = _Tile(kind, mode, self, inputs, state), 0, list[Tensor | None]()
+        if program.call is None:
+            # of a whole stage nothing is replayed before the executor has read them
+            stays = [dim is not None and self.is_whole_stage for dim in self.grows]
+            y, *slots = tile.slots.outputs
+            late = [None if s else torch.empty_like(t) for t, s in zip(slots, stays, strict=True)]
+            after = tuple([s if t is None else t for s, t in zip(slots, late, strict=True)])
+        else:
+            run, y, after = self._replayed(tile, gradients if mode == "linearize_adding" else None)
+            if not kind.is_trusted(program, chunk):
+                kind.is_verified |= program.start != chunk.start
+                y, after = self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
 
         def pull_back(dy: Tensor | None, d_after: Cotangents) -> tuple[Tensor | None, Cotangents]:
             program = programs.program(kind, mode, self, inputs, chunk)
             if dy is None or program is None:
                 programs.store_sums()
                 run_tile = gradients.unlisted_leaves.run_tile
-                return run_tile(lambda: call(x, state, chunk, gradients))[2](dy, d_after)
-            if programs.runs != run:
-                assert mode != "linearize_adding", "a head is pulled back before anything else is replayed"
-                programs.run_call(kind, mode, self, inputs, state)
-            dx, *d_before = programs.pull_back(kind, mode, self, (dy, *d_after), gradients)
-            if self.is_loss or not chunk.start:  # other stages are next; or it is the last one
-                programs.store_sums(is_last=not self.is_loss)
+                _, states, tape = run_tile(lambda: call(x, state, chunk, gradients))
+                for out, s in zip(late, states, strict=False):
+                    if out is not None:
+                        out.copy_(s)
+                return tape(dy, d_after)
+            dx, *d_before = programs.pull_back(tile, (dy, *d_after), gradients, run, late)
+            keeps = mode == "linearize_adding" and self.keeps_sums
+            # other stages are next; or it is the last one
+            if not keeps and (self.is_loss or self.shares_parameters or not chunk.start):
+                programs.store_sums(is_last=not self.is_loss and not chunk.start)
             return dx, tuple(d_before)
 
         return y, after, Tape(pull_back, ())
-
-    def _eager(
-        self, results: tuple[Tensor, State, Pullback], kind: _Kind | None = None
-    ) -> tuple[Tensor, State, Pullback]:
-        """Return a tile's results; its pullback takes the sums back from the arena first."""
-        y, after, tape = results
-        return y, after, _EagerTape(tape, self, kind)
 
     # ---------------------------------------------------------------------------- what the stage itself says
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import gc
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -33,23 +35,30 @@ class CUDAGraphs(Recorder):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.pool = device, torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.cuda.Stream(device)
         self.parts = list[Replay]()
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed = list[torch.cuda.CUDAGraph]()  # which torch's allocators may still ask
+        self._open_pool()
 
     def record(self, function: Callable[[], None]) -> Replay:
         # as torch.cuda.graph does: no memory that is still in use or to be freed may get into a recording
         torch.cuda.synchronize(self.device)
         gc.collect()
+        if not self.graphs:  # torch records nothing more into a pool whose recordings are all gone
+            self._open_pool()
         torch.cuda.empty_cache()
         parts = self.parts = list[Replay]()
         with torch.cuda.stream(self.stream):
-            self._begin()
             try:
+                self._begin()
                 function()
-            finally:
                 self._end()
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                self.parts = []  # a recording lives as long as its replay alone
         if len(parts) == 1:
             return parts[0]
 
@@ -64,16 +73,40 @@ class CUDAGraphs(Recorder):
         self.parts.append(run)
         self._begin()
 
+    def _open_pool(self) -> None:
+        self.pool, self.graphs = torch.cuda.graph_pool_handle(), weakref.WeakSet[torch.cuda.CUDAGraph]()
+
     def _begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
         # a backward's threads begin and end parts, too; others, of a data loader, may go on calling CUDA
         self.graph.capture_begin(pool=self.pool, capture_error_mode="relaxed")
 
     def _end(self) -> None:
+        assert self.graph is not None
+        self.graph.capture_end()
+        self.graphs.add(self.graph)
+        self.parts.append(self.graph.replay)
+        self.graph = None
+
+    def _abandon(self) -> None:
+        """End a recording that an error has interrupted.
+
+        If CUDA has given it up, `capture_end` fails before it has told torch's allocator and generators."""
         graph, self.graph = self.graph, None
-        if graph is not None:
+        if graph is None:
+            return
+        try:
             graph.capture_end()
-            self.parts.append(graph.replay)
+        except RuntimeError:
+            self.failed.append(graph)
+            with contextlib.suppress(RuntimeError):  # not even begun
+                torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+                torch._C._cuda_releasePool(self.device.index, self.pool)
+            self._open_pool()
+            # a generator that has not heard of the end refuses numbers; another recording's end tells it
+            self._begin()
+            torch.zeros((), device=self.device)
+            self._end()
 
 
 # Makes the recorder of a device, by its type.

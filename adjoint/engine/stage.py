@@ -159,7 +159,9 @@ class Stage(abc.ABC):
     def linearize_again(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        """Run `linearize` for its pullback alone: the output may be anything of its shape."""
+        """Run `linearize` for its pullback alone.
+
+        The output may be anything of its shape, and the new state may be written by the pullback."""
         return self.linearize(x, state, chunk, gradients)
 
     def end_backward(self) -> None:  # noqa: B027 - only some stages keep anything

@@ -110,6 +110,7 @@ class _Chunked(torch.autograd.Function):
         for value in ctx.executor.store.values() if ctx.executor is not None else ():
             if isinstance(value, Tape):
                 value.check_is_ours()
+            del value  # of a cotangent, which would stay
         gradients, d_initial = ctx.back(*cotangents)
         grad_inputs = ctx.grad_inputs
         if frees_graph():  # with the step: of many that hang together, each is freed as its backward ends
@@ -519,6 +520,8 @@ class ChunkedStep:
             with self.sweep.backward_context(), self.untrained_tensors.restored():
                 frees = self.inputs_are_freed
                 executor.begin_backward(scale, d_states, self.grid, frees, rounds_sums, graph_task)
+                if frees:
+                    self._drop_unread_inputs()
                 self._run(self._schedule(forward=False, tapes=0), self.backward_actions)
             d_initial = [d for state in executor.d_initial for d in state]
             embedded = self.batch.ids.is_floating_point()
@@ -526,6 +529,14 @@ class ChunkedStep:
         finally:  # ready for a second backward, also after an interrupt
             executor.begin_again(stored_values)
             self.backward_actions = self._backward_program()
+
+    def _drop_unread_inputs(self) -> None:
+        """Drop the inputs of segments that the backward does not read: those of tapes that are kept."""
+        executor = self.executor
+        tiles = [action.tile for action in self.backward_actions if isinstance(action, Run)]
+        read = {key for tile in tiles for key in executor.grid.reads(tile)}
+        for key in [key for key in executor.store if key[0] == "y" and key not in read]:
+            executor.drop(key)
 
     def _summed(
         self, gradients: Gradients, d_initial: list[Tensor | None]

@@ -30,7 +30,7 @@ from adjoint.layers import Block, State
 from adjoint.loss import WEIGHT_SUM, WeightSum
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-MAX_PENDING_BYTES = 64e6  # bytes of gradients that collect on a GPU before one launch adds them to the sums
+MAX_PENDING_BYTES = 64e6  # `Gradients.max_pending_bytes`
 MAX_COMPENSATED_NUMEL = 1 << 20  # of a tensor whose sum is compensated, which takes its memory again
 MAX_PLAIN_ADDITIONS = 4096  # chunks after which matrices' sums are compensated, too
 DTYPE = operator.attrgetter("dtype")  # of a tensor
@@ -56,6 +56,10 @@ class Gradients:
     Args:
         unlisted_leaves: tensors that tiles may reach without listing them, by default none.
         loss_cotangent: as in `begin_backward`.
+
+    Attributes:
+        max_pending_bytes: bytes of gradients that collect on a GPU before one launch adds them.
+        fetch_sums: puts the sums that are in other memory (`engine.programs`) into `sums`; None if none are.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class Gradients:
         self.counted: Tensor | None = None  # a parameter, and how often it was added to: about once per chunk
         self.additions = 0
         self.loss_cotangent = loss_cotangent
+        self.max_pending_bytes = MAX_PENDING_BYTES
+        self.fetch_sums: Callable[[bool, Tensor | None], None] | None = None
 
     def begin_backward(self, loss_cotangent: Tensor | None) -> None:
         """Set the cotangent that each chunk's loss will get, a scalar; None if it is not known.
@@ -230,8 +236,25 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until the sums have all that was added; raise an error that a thread has met."""
+        if self.fetch_sums is not None:
+            self.fetch_sums(False, None)
         while self.arriving:
             self.arriving.popleft()[1].finish()
+
+    def lend_sums(self, fetch: Callable[[bool, Tensor | None], None] | None) -> None:
+        """Set what puts the sums that are in other memory into `sums`; None once it has."""
+        self.fetch_sums = fetch
+
+    def scale(self, factor: Tensor, rounds: bool) -> None:
+        """Multiply the sums, to which nothing will be added.
+
+        Args:
+            rounds: whether those that are in other memory may get their parameters' own dtypes.
+        """
+        for total in self.sums.values():
+            total.mul_(factor)
+        if self.fetch_sums is not None:
+            self.fetch_sums(rounds, factor)
 
     def _wait_for_sum(self, parameter: Tensor) -> None:
         """Wait until a sum has all that was added to it: no two threads may write it, in any order."""
@@ -301,7 +324,7 @@ class TapeHooks:
         if gradient.is_cuda:
             self.pending.append((parameter, gradient))
             self.pending_bytes += gradient.nbytes
-            if self.pending_bytes > MAX_PENDING_BYTES:
+            if self.pending_bytes > self.gradients.max_pending_bytes:
                 self.flush()
         else:
             self.gradients.add(parameter, gradient)

@@ -78,8 +78,9 @@ class Slot:
 
 
 def zeros(slots: Sequence[Slot], batch: int, device: torch.device) -> State:
-    """Return the state before a sequence: a zero for each tensor, which all of its elements read."""
-    return tuple([torch.zeros((), dtype=s.dtype, device=device).expand(batch, *s.shape) for s in slots])
+    """Return the state before a sequence: a zero of each dtype, which all elements of its tensors read."""
+    zero = {dtype: torch.zeros((), dtype=dtype, device=device) for dtype in {s.dtype for s in slots}}
+    return tuple([zero[s.dtype].expand(batch, *s.shape) for s in slots])
 
 
 @dataclasses.dataclass(frozen=True)

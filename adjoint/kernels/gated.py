@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.recorded import is_recording
 from adjoint.kernels.unread import is_unread, unread_result
+
+SLICES = 8  # of a recorded backward, which so needs little memory of its own
 
 
 def gated(gate: Tensor, value: Tensor) -> Tensor:
@@ -85,6 +88,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:3])
+        ctx.is_recorded = is_recording()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -94,7 +98,21 @@ class _GatedLinear(torch.autograd.Function):
         if needs_weight:
             d_weight = rows.t() @ (F.silu(gate) * value).flatten(0, -2)
         d_bias = rows.sum(0) if needs_bias else None
+        if ctx.is_recorded:
+            return *_backward_in_slices(dy @ weight, gate, value), d_weight, d_bias, None
         return *_backward(dy @ weight, gate, value, is_ours=True), d_weight, d_bias, None
+
+
+def _backward_in_slices(d: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cotangents of gate and value in the memory of d and value, which nobody else will read."""
+    # on a CPU the ends of slices would be rounded in another way
+    slices = (t.chunk(SLICES if d.is_cuda else 1, dim=-2) for t in (d, gate, value))
+    for d_slice, gate_slice, value_slice in zip(*slices, strict=True):
+        d_value = F.silu(gate_slice).mul_(d_slice)
+        d_slice.mul_(value_slice)
+        torch.ops.aten.silu_backward.grad_input(d_slice, gate_slice, grad_input=d_slice)
+        value_slice.copy_(d_value)
+    return d, value
 
 
 def _backward(d: Tensor, gate: Tensor, value: Tensor, is_ours: bool = False) -> tuple[Tensor, Tensor]:

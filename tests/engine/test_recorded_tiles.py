@@ -4,7 +4,10 @@ On a CPU `OperatorRecorder` stands in for CUDA graphs: everything else is the co
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import gc
 import logging
 import pickle
 from typing import Any
@@ -15,7 +18,9 @@ import torch
 from adjoint import Exact
 from adjoint.engine import programs
 from adjoint.engine.attention_between import RecordedTile
+from adjoint.engine.recorder import CUDAGraphs
 from adjoint.errors import UserError
+from adjoint.kernels import recorded
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
 from tests.both_kinds import STACKS, ModelOfEitherKind
@@ -150,6 +155,32 @@ def test_one_recording_serves_all_layers_of_a_kind() -> None:
     assert numbers[0] == numbers[1]
 
 
+@pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
+def test_what_stays_in_the_arena_and_in_recordings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's sums stay where they are until all chunks have run forward; attention of the first chunk is
+    recorded, that of later ones runs between recordings."""
+    stored, store_sums = list[bool](), programs.Programs.store_sums
+
+    def noting(self: programs.Programs, *arguments: Any, **options: Any) -> None:
+        if self.summing is not None:
+            stored.append(self.summing.stage.is_loss)
+        store_sums(self, *arguments, **options)
+
+    twins = Twins(name)
+    for _ in range(4):
+        twins.step()
+    monkeypatch.setattr(programs.Programs, "store_sums", noting)
+    twins.step()
+    assert stored.count(True) == 1 and stored[0]
+    calls = [
+        (kind.is_first, program.tile.calls)
+        for kind in twins.programs.kinds.values()
+        for program in kind.programs.values()
+    ]
+    assert any(is_first for is_first, _ in calls)
+    assert {is_first for is_first, between in calls if between} == {False}
+
+
 def test_what_changes_between_steps() -> None:
     """Shapes, settings, what is trained, and weights that are other tensors."""
     twins = Twins("hybrid")
@@ -262,8 +293,8 @@ def test_a_recording_that_knows_its_chunk_is_refused(
     """Positions that are numbers of the recorded chunk: a comparison with the next chunk finds them."""
     pasts = RecordedTile.pasts
 
-    def with_constants(self: Any, grows: Any, tensors: Any, places: Any) -> Any:
-        return pasts(self, grows, tensors, None if places is None else places.clone())
+    def with_constants(self: Any, grows: Any, tensors: Any, places: Any, is_first: bool) -> Any:
+        return pasts(self, grows, tensors, None if places is None else places.clone(), is_first)
 
     monkeypatch.setattr(RecordedTile, "pasts", with_constants)
     twins = Twins("attention")
@@ -323,3 +354,143 @@ def test_modes_that_refuse_it() -> None:
         programs.refuse_graphs(programs.PLAIN_WEIGHTS, shares_sequence=True)
     with pytest.raises(UserError, match="these are held as fully_shard: drop it"):
         programs.refuse_graphs("fully_shard", shares_sequence=False)
+
+
+class Allocator:
+    """Rules of torch's allocator and generators for captures (CUDAGraph.cpp, CUDACachingAllocator.cpp).
+
+    Attributes:
+        uses: graphs of each pool. underway: pools to which a capture allocates.
+        is_invalid: whether CUDA has given the capture up. generator_captures: as the generator has been told.
+    """
+
+    def __init__(self) -> None:
+        self.uses, self.underway = collections.Counter[int](), set[int]()
+        self.pools, self.is_invalid, self.generator_captures = 0, False, False
+
+    def new_pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def empty_cache(self) -> None:
+        self.uses = +self.uses
+
+    def end(self, device: int | None, pool: int) -> None:
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release(self, device: int | None, pool: int) -> None:
+        self.uses[pool] -= 1
+
+
+class Graph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    allocator: Allocator
+    has_ended = False
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert capture_error_mode == "relaxed"  # another thread may end it
+        if pool in self.allocator.uses and not self.allocator.uses[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        if pool in self.allocator.underway:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.pool = pool
+        self.allocator.uses[pool] += 1
+        self.allocator.underway.add(pool)
+        self.allocator.generator_captures = True
+
+    def capture_end(self) -> None:
+        if self.allocator.is_invalid:
+            self.allocator.is_invalid = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.allocator.underway.remove(self.pool)
+        self.allocator.generator_captures = False
+        self.has_ended = True
+
+    def replay(self) -> None: ...
+
+    def __del__(self) -> None:
+        if self.has_ended:
+            self.allocator.release(None, self.pool)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> CUDAGraphs:
+    allocator = Graph.allocator = Allocator()
+    cuda: dict[str, Any] = {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda device: None,
+        "empty_cache": allocator.empty_cache,
+        "graph_pool_handle": allocator.new_pool,
+    }
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", allocator.release, raising=False)
+    return CUDAGraphs(torch.device("cpu"))
+
+
+def test_recordings_share_a_pool_as_long_as_one_of_them_is_there(graphs: CUDAGraphs) -> None:
+    replays = [graphs.record(lambda: None) for _ in range(3)]
+    assert Graph.allocator.uses == {graphs.pool: 3}
+    del replays[1:]
+    pool = graphs.pool
+    replays.append(graphs.record(lambda: graphs.run_between(gc.collect)))  # two graphs
+    assert graphs.pool == pool and Graph.allocator.uses == {pool: 3}
+    replays.clear()
+    replays.append(graphs.record(lambda: None))
+    assert graphs.pool != pool and Graph.allocator.uses == {graphs.pool: 1}
+
+
+@pytest.mark.parametrize("is_invalid", [False, True])
+def test_what_a_recording_that_fails_leaves(graphs: CUDAGraphs, is_invalid: bool) -> None:
+    """The first error is the one that is raised, and recordings go on, as do random numbers."""
+    before = graphs.record(lambda: None)
+
+    def fail() -> None:
+        graphs.run_between(gc.collect)
+        Graph.allocator.is_invalid = is_invalid
+        raise ValueError("the host reads a value")
+
+    with pytest.raises(ValueError, match="the host reads a value"):
+        graphs.record(fail)
+    assert not Graph.allocator.underway and not Graph.allocator.generator_captures
+    after = graphs.record(lambda: None)
+    del before, after
+    gc.collect()
+    graphs.record(lambda: None)
+    assert not any(Graph.allocator.uses.values())
+
+
+def test_another_device_has_recordings_of_its_own() -> None:
+    twins = Twins("mamba2")
+    for _ in range(2):
+        twins.step()
+    recorder = twins.recorder
+    twins.programs.arrange([], torch.device("meta"))
+    assert twins.programs.recorder is None and not twins.programs.kinds and twins.programs.memory is None
+    twins.step()
+    twins.step()
+    assert twins.recorder is not recorder and twins.recorder.replays > 0
+
+
+def test_a_tape_holds_no_result_that_is_cheap_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and convolutions are computed again, once for all that has saved a part of one."""
+    computed, unpacked = [], recorded._Recording.unpack
+
+    def counting(self: Any, packed: Any) -> torch.Tensor:
+        before = self.latest
+        result = unpacked(self, packed)
+        if isinstance(packed, recorded._View):
+            computed.append(self.latest is not before)
+        return result
+
+    monkeypatch.setattr(recorded._Recording, "unpack", counting)
+    twins = Twins("mamba2")
+    for _ in range(3):
+        twins.step()
+    assert 0 < sum(computed) < len(computed)

@@ -191,23 +191,26 @@ def past_backward(
     scale: float,
     gather: Callable[..., None] | None,
 ) -> Tensor:
-    """The cotangent of queries that see all of some keys, in log's precision; those of keys and values go to
-    `gather`, after the first token's place, block by block.
+    """The cotangent of queries that see all of some keys, in log's precision where it is a sum over blocks;
+    those of keys and values go to `gather`, after the first token's place, block by block.
 
     Args:
         d, q, out, log: as in `own_backward`. kv: keys and values.
     """
     k, v = kv
-    groups = q.shape[1] // k.shape[1]
+    if not k.shape[2]:
+        return torch.zeros_like(q)
+    groups, dq = q.shape[1] // k.shape[1], None
     d, q, out = (_folded(t, groups) for t in (d, q, out))
     log = log.reshape(q.shape[:3]).contiguous()
-    dq = torch.zeros_like(q, dtype=log.dtype)
     for start, of_k, of_v in _blocks(q, k, v):
         dq_block, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
-        dq += dq_block
+        dq = dq_block if dq is None else dq.to(log.dtype).add_(dq_block)
         assert gather is not None
         gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))
         del dq_block, d_block  # before the next ones are made
+    assert dq is not None
+    del d, q, out  # before as much is made once more
     return _unfolded(dq, groups)
 
 
@@ -376,8 +379,9 @@ def merged(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     parts = iter(parts)
     out, log = next(parts)
     for other, log_other in parts:  # one at a time
-        share = (log_other - log).sigmoid()[..., None]
-        out = out.to(log.dtype).lerp(other.to(log.dtype), share)
+        share, wide = (log_other - log).sigmoid()[..., None], out.to(log.dtype)
+        mix = wide.lerp if wide is out else wide.lerp_
+        out = mix(other.to(log.dtype), share)
         log = torch.logaddexp(log, log_other)
     return out, log
 

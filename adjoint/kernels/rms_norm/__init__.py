@@ -9,6 +9,7 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import CPU, Code, Operation, register
+from adjoint.kernels.recorded import is_recording, note_cheap_result
 from adjoint.kernels.rms_norm import reference, trial
 
 
@@ -143,8 +144,15 @@ def rms_norm(
     is_widened = backend == "triton" and weight is not None and weight.dtype == narrow  # while it is read
     if weight is not None and not is_widened:
         weight = weight.to(wide)
-    y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, eps, group_size, offset, narrow, dtype, backend)
-    return y if residual is None else (y, s.to(residual.dtype))
+    options = eps, group_size, offset, narrow, dtype, backend
+    y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, *options)
+    if residual is not None:
+        return y, s.to(residual.dtype)
+    if is_recording():
+        note_cheap_result(
+            y, lambda x, *others: _rms_norm(x.to(narrow), *others, *options)[0], x, weight, gate, None
+        )
+    return y
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:

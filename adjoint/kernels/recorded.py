@@ -1,0 +1,99 @@
+"""Results that recorded tiles (`engine.programs`) compute again in the backward.
+
+A recording's launches cost little, and its tape is pulled back once. So the tape need not hold results that
+are cheap for their size."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_local = threading.local()
+
+
+class _CheapResult(NamedTuple):
+    """The memory of a result, which may be gone, and what computes it again."""
+
+    memory: weakref.ref[torch.UntypedStorage]
+    compute: Callable[..., Tensor]
+    inputs: Sequence[Tensor | _View | None]
+
+
+class _View(NamedTuple):
+    """A view of a cheap result, in the place of a saved tensor."""
+
+    cheap: _CheapResult
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Recording:
+    """Cheap results of a recorded tile, which its forward notes and its backward asks for.
+
+    Attributes:
+        results: by the number of their memory, which other memory may get when it is freed.
+        latest: the one that was computed again last: its views are mostly asked for in a row.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[int, _CheapResult] = {}
+        self.latest: tuple[_CheapResult, Tensor] | None = None
+
+    def pack(self, saved: Tensor) -> Tensor | _View:
+        cheap = self.results.get(saved.untyped_storage()._cdata)
+        if cheap is None or cheap.memory() is None:
+            return saved
+        return _View(cheap, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        cheap = packed.cheap
+        if self.latest is None or self.latest[0] is not cheap:
+            self.latest = None  # before as much is made once more
+            inputs = [None if t is None else self.unpack(t) for t in cheap.inputs]
+            with torch.no_grad():
+                self.latest = cheap, cheap.compute(*inputs)
+        result = self.latest[1]
+        view = result.as_strided(packed.size, packed.stride, packed.offset)
+        if view.numel() > result.numel() // 2:
+            return view
+        self.latest = None  # of which the part would keep all
+        return view.clone()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Run the forward of a tile that is recorded: tapes hold no result that `note_cheap_result` names."""
+    noted = _local.recording = _Recording()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(noted.pack, noted.unpack):
+            yield
+    finally:
+        _local.recording = None
+        noted.results = {}
+
+
+def is_recording() -> bool:
+    """Whether the forward that runs in this thread is recorded."""
+    return getattr(_local, "recording", None) is not None
+
+
+def note_cheap_result(result: Tensor, compute: Callable[..., Tensor], *inputs: Tensor | None) -> None:
+    """Have a recording's tape compute a contiguous result again where autograd would keep it.
+
+    Args:
+        compute: returns it once more, in memory of its own, from the inputs.
+    """
+    memory = result.untyped_storage()
+    if is_recording() and result.is_contiguous() and memory.nbytes() == result.nbytes:
+        noted = _local.recording
+        packed = [None if t is None else noted.pack(t.detach()) for t in inputs]
+        noted.results[memory._cdata] = _CheapResult(weakref.ref(memory), compute, packed)
