@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import sysconfig
+import traceback
 from typing import Any
 
 LOGGER = logging.getLogger("adjoint")
 VERBOSITY = "ADJOINT_VERBOSITY"
+PACKAGE_FOLDERS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -33,6 +36,24 @@ def why_not_imported(error: ImportError, package: str, command: str | None = Non
 
 class UserError(ValueError):
     """An error that the user can mend: one line that says what is wrong, where, and how to fix it."""
+
+
+def is_from_user_code(error: BaseException) -> bool:
+    """Whether an error comes from code that no package brings: the user's own hook, head, layer or loss.
+
+    Functions of Python and torch are left out: what they raise is their caller's. Code that comes with a
+    folder of transformers (`transformers_modules`) is a package's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [str(frame.f_globals.get("__name__", "torch")).partition(".")[0] for frame in frames]
+    callers = (
+        (name, frame)
+        for name, frame in zip(names[::-1], frames[::-1], strict=True)
+        if name == "__main__" or name not in sys.stdlib_module_names | {"torch"}
+    )
+    name, frame = next(callers, ("torch", None))
+    if frame is None or name in ("adjoint", "transformers_modules"):
+        return False
+    return not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS)
 
 
 def is_heard() -> bool:

@@ -39,6 +39,7 @@ CUSTOM_LAYER = TrialKind(
     likely_reason="it keeps or reads something besides its input and its state, or draws random numbers",
     remedy="Backprop() works",
     chunk_size=CHUNK_SIZE,
+    is_of_user_code=True,
 )
 PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # PyTorch's, in our own layers
 

@@ -290,8 +290,6 @@ def as_refusal(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return verification.errors_as_refusals(original_class(model).__name__, STATE, ALTERNATIVE)
 
 
-def refuse(
-    model: nn.Module, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None
-) -> NoReturn:
+def refuse(model: nn.Module, why: str, otherwise: str = ALTERNATIVE) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
-    verification.refuse(original_class(model).__name__, why, otherwise, cause)
+    verification.refuse(original_class(model).__name__, why, otherwise)

@@ -59,6 +59,7 @@ RECURRENCE = TrialKind(
     likely_reason="it keeps or reads something besides its input and its state",
     remedy="return all of it as the state",
     chunk_size=CHUNK_SIZE,
+    is_of_user_code=True,
 )
 # For each function, or the module that it is a method of: the kinds of calls that have been verified, and the
 # bytes per token and row that autograd saves in each.
