@@ -33,17 +33,19 @@ OTHER_ARGUMENTS = "arguments that its forward does not name"
 def agree_on_call(call: Call) -> CallNeeds | None:
     """Return what the calls of all ranks need that gather this model's weights; None if none do.
 
-    It is None as well for one token after a cache, as in generation: there nothing is tried, and ranks that
-    hold all weights meanwhile may generate different numbers of tokens.
+    It is None as well for one token after a cache where this rank has all weights, as in generation: there
+    nothing is tried, and ranks may generate different numbers of tokens.
 
     Raises:
         UserError: the ranks' calls differ in an argument or a mode; all of them raise it.
     """
     if not (kind := current_holding(call.model).kind).is_gathered:
         return None
-    if (has_past := holds_tokens(call.cache)) and call.seqlen == 1:
+    weights, has_past = current_weights(call.model), holds_tokens(call.cache)
+    if has_past and call.seqlen == 1 and weights.are_all_here():
         return None
-    weights, described = current_weights(call.model), _describe(call)
+    tokens_after_cache = None if not has_past else "one" if call.seqlen == 1 else "several"
+    described = {**_describe(call), "how many tokens come after a cache": tokens_after_cache}
     number = zlib.crc32(repr(described).encode())
     is_padded = call.begins_with_padding and not call.has_documents and not has_past
     padded = [is_padded and call.has(POSITIONS) == has_positions for has_positions in (False, True)]

@@ -249,10 +249,15 @@ def refuse_gradients_left_out(root: nn.Module) -> None:
         )
 
 
-def _holds_partial(unit: FSDPModule) -> bool:
+def _groups(unit: FSDPModule) -> list[Any]:
+    """Return FSDP's groups of the parameters of one module for which `fully_shard` was called."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(getattr(group, "_partial_reduce_output", None) is not None for group in groups)
+    return [group for group in groups if group is not None]
+
+
+def _holds_partial(unit: FSDPModule) -> bool:
+    return any(getattr(group, "_partial_reduce_output", None) is not None for group in _groups(unit))
 
 
 def _refuse(root: Any) -> None:
@@ -618,6 +623,9 @@ class FSDPWeights(GatheredWeights):
 
     def running_parameters(self) -> set[Tensor]:
         return gathered_parameters(self.root)
+
+    def are_all_here(self) -> bool:
+        return all(group.is_unsharded for unit in units(self.root) for group in _groups(unit))
 
     def run(self, call: Callable[[], T]) -> T:
         return Gathering(self.root)(call)

@@ -423,6 +423,10 @@ class ZeROWeights(GatheredWeights):
     def running_parameters(self) -> set[Tensor]:
         return set(self.root.parameters())  # the same tensors, filled and emptied
 
+    def are_all_here(self) -> bool:
+        partitioned = filter(is_partitioned, self.root.parameters())
+        return all(vars(parameter)["ds_status"].name == "AVAILABLE" for parameter in partitioned)
+
     def abandon_call(self) -> None:
         offload = offload_of(self.root)
         if offload is not None and not offload.param_coordinator.is_invalid_trace():

@@ -748,6 +748,32 @@ def other_arguments(rank: int) -> None:
     with pytest.raises(UserError, match="training or evaluation mode"):
         model.train(bool(rank))(**inputs)
     model.train()(**inputs).loss.backward()
+    for labels in ({}, {"labels": ids}):
+        for other in (0, 1):
+            with torch.no_grad():
+                cache = model.eval()(ids, use_cache=True).past_key_values
+            length = 1 if rank == other else 5
+            after = {name: value[:, :length] for name, value in {"input_ids": ids, **labels}.items()}
+            with pytest.raises(
+                UserError, match="differ in how many tokens come after a cache: give the same"
+            ):
+                model.train()(**after, past_key_values=cache, use_cache=True)
+    model(**inputs).loss.backward()
+
+
+@case
+def generation(rank: int) -> None:
+    """Ranks that gather weights generate in step; those that hold all may differ in the number of tokens."""
+    with float64_throughout():
+        model, whole = sharded(LLAMA).eval(), make(LLAMA).eval()
+        prompt, length = rows()[rank : rank + 1, :9], 3 + 4 * rank
+        for in_step in (True, False):
+            options = {"max_new_tokens": length, "do_sample": False, "synced_gpus": in_step}
+            tokens = [each.generate(prompt, **options) for each in (model, whole)]
+            assert torch.equal(*tokens)
+            for unit in (*layers_of(backbone_of(model)).values(), model):
+                unit.set_reshard_after_forward(False)
+                unit.unshard()
 
 
 SLOW = ("replicated", "finer", "adapters", "log_probabilities", "embeddings", "read_logits", "precision")
