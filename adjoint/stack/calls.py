@@ -23,7 +23,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import HiddenResult
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.late_gradient import refusing_gradient
-from adjoint.engine.module_tensors import ModuleTensors, in_one_thread, one_thread, one_thread_forward
+from adjoint.engine.module_tensors import ModuleTensors, in_one_thread, one_thread
 from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import Result, uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
@@ -54,13 +54,13 @@ from adjoint.stack.structure import WHOLE_SEQUENCE
 
 @uncompiled
 def _run_loss(stack: Stack, call: StackCall, returns_states: bool, group: dist.ProcessGroup | None) -> Result:
-    with one_thread_forward(stack):  # also inside a compiled model, whose graph knows no locks
+    with one_thread(stack):  # also inside a compiled model, whose graph knows no locks
         return run_loss(stack, call, returns_states, group)
 
 
 @uncompiled
 def _run_hidden(stack: Stack, call: StackCall, returns_states: bool) -> HiddenResult:
-    with one_thread_forward(stack):
+    with one_thread(stack):
         return run_hidden(stack, call, returns_states)
 
 
