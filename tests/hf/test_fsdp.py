@@ -239,6 +239,30 @@ def stacks(rank: int) -> None:
 
 
 @case
+def other_options_of_a_stack(rank: int) -> None:
+    """Ranks that would not meet are refused in one line on each; what may differ does."""
+    config = adjoint.StackConfig(VOCAB, 16, 2, ["mamba", "attention"], d_state=4, headdim=8)
+    ids = rows()
+    model, reference = (adjoint.Stack(config, seed=0).double() for _ in range(2))
+    shard(model)
+    inputs = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1], "method": METHOD}
+    methods = [None, adjoint.Backprop(checkpoint=True), adjoint.LayerLocal(chunk_size=16)]
+    methods += [adjoint.Exact(4, checkpoints=2), adjoint.Exact(memory=1 << 20)]
+    differing: list[tuple[str, dict[str, Any]]] = [("method", {"method": method}) for method in methods]
+    differing += [("labels", {"labels": None}), ("return_logits", {"return_logits": True})]
+    for k, (name, argument) in enumerate(differing):
+        with pytest.raises(UserError, match=f"^Stack under fully_shard: .* differ in {name}: give") as e:
+            model(**inputs | (argument if rank == k % 2 else {}))
+        assert "\n" not in str(e.value)
+    with torch.set_grad_enabled(bool(rank)), pytest.raises(UserError, match="whether gradients are on"):
+        model(**inputs)
+    model(
+        **inputs | {"method": adjoint.Exact(chunk_size=8 + 5 * rank), "return_state": bool(rank)}
+    ).loss.backward()
+    assert_same(whole_gradients(model), unsharded(reference, lambda m: m(ids, labels=ids).loss))
+
+
+@case
 def on_another_rank(rank: int) -> None:
     """A difference in one process's shards is refused by all, which else would wait for it."""
     stack, ids = shard(adjoint.Stack(adjoint.StackConfig(VOCAB, 16, 2, "mamba", d_state=4))), rows()
