@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import sysconfig
 import traceback
+from pathlib import Path
 from typing import Any
 
 LOGGER = logging.getLogger("adjoint")
 VERBOSITY = "ADJOINT_VERBOSITY"
-PACKAGE_FOLDERS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -43,17 +42,13 @@ def is_from_user_code(error: BaseException) -> bool:
 
     Functions of Python and torch are left out: what they raise is their caller's. Code that comes with a
     folder of transformers (`transformers_modules`) is a package's."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [str(frame.f_globals.get("__name__", "torch")).partition(".")[0] for frame in frames]
-    callers = (
-        (name, frame)
-        for name, frame in zip(names[::-1], frames[::-1], strict=True)
-        if name == "__main__" or name not in sys.stdlib_module_names | {"torch"}
-    )
-    name, frame = next(callers, ("torch", None))
-    if frame is None or name in ("adjoint", "transformers_modules"):
-        return False
-    return not frame.f_code.co_filename.startswith(PACKAGE_FOLDERS)
+    callers = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for module in reversed(callers):
+        package, file = str(module.get("__name__")).partition(".")[0], str(module.get("__file__"))
+        if package != "torch" and package not in sys.stdlib_module_names - {"__main__"}:
+            is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+            return package not in ("adjoint", "transformers_modules") and not is_installed
+    return False
 
 
 def is_heard() -> bool:

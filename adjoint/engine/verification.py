@@ -192,7 +192,7 @@ def verify(trial: Trial, reference: Results) -> float:
         trial.refuse(
             f"its own loss of {TOKENS} tokens is {reference.loss}{cause}", "look for the step that made it so"
         )
-    refuse_error = refuse if kind.is_of_user_code else refuse_failed
+    refuse_error: Callable[..., NoReturn] = refuse if kind.is_of_user_code else refuse_failed
     with errors_as_refusals(trial.subject, kind.state, kind.remedy, refuse_error):
         try:
             chunks = trial.run_chunks()

@@ -62,10 +62,6 @@ class Weights:
         """Return the parameters as modules see them while they run."""
         return set(self.model.parameters())
 
-    def are_all_here(self) -> bool:
-        """Whether this process has all weights now: a forward of the model waits for no other process."""
-        return True
-
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, which may run the model's modules one by one."""
         return call()

@@ -21,6 +21,7 @@ from adjoint.hf.model_parts import (
 from adjoint.hf.original_forward import holds_tokens
 from adjoint.hf.wrap_state import CallNeeds
 from adjoint.parallel import agreement
+from adjoint.parallel.access import has_all_weights
 
 # Arguments that some ranks may give and others not, and one that changes nothing but the output's type.
 FREE_ARGUMENTS = {*DOCUMENT_INPUTS, "attention_mask", "return_dict"}
@@ -39,7 +40,7 @@ def agree_on_call(call: Call) -> CallNeeds | None:
     if not current_holding(call.model).kind.is_gathered:
         return None
     weights, has_past = current_weights(call.model), holds_tokens(call.cache)
-    if has_past and call.seqlen == 1 and weights.are_all_here():
+    if has_past and call.seqlen == 1 and has_all_weights(weights.root):
         return None
     tokens_after_cache = None if not has_past else "one" if call.seqlen == 1 else "several"
     described = {**_describe(call), "how many tokens come after a cache": tokens_after_cache}

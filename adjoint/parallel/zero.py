@@ -110,6 +110,12 @@ def uses_zero(model: nn.Module) -> bool:
     return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
 
 
+def all_gathered(model: nn.Module) -> bool:
+    """Whether all parameters that ZeRO-3 partitions are gathered now."""
+    partitioned = filter(is_partitioned, model.parameters())
+    return all(vars(parameter)["ds_status"].name == "AVAILABLE" for parameter in partitioned)
+
+
 def optimizer_of(model: nn.Module) -> ZeROOptimizer | None:
     """Return the optimizer that `deepspeed.initialize` made for a model, or None."""
     optimizers = (getattr(p, "_z3_optimizer", None) for p in model.parameters())
@@ -422,10 +428,6 @@ class ZeROWeights(GatheredWeights):
 
     def running_parameters(self) -> set[Tensor]:
         return set(self.root.parameters())  # the same tensors, filled and emptied
-
-    def are_all_here(self) -> bool:
-        partitioned = filter(is_partitioned, self.root.parameters())
-        return all(vars(parameter)["ds_status"].name == "AVAILABLE" for parameter in partitioned)
 
     def abandon_call(self) -> None:
         offload = offload_of(self.root)

@@ -45,7 +45,7 @@ from adjoint.layers.strands import (
     joined_strands,
 )
 from adjoint.methods import Backprop, Method, check_bidirectional_method, check_stack_method, is_plain
-from adjoint.parallel.access import weights_of, weights_type
+from adjoint.parallel.access import has_all_weights, weights_of, weights_type
 from adjoint.parallel.agreement import agree_on_call
 from adjoint.parallel.context import group_of, telling_ranks
 from adjoint.stack.bidirectional import block_by_chunks
@@ -181,7 +181,7 @@ class Stack(ChunkedStack):
         if is_replica(self):
             raise UserError(REPLICA)
         if not torch.compiler.is_compiling() and dist.is_available() and dist.is_initialized():
-            options = {
+            options: dict[str, object] = {
                 "labels": labels is not None,
                 "state": state is not None,
                 "return_logits": return_logits,
@@ -267,7 +267,7 @@ class Stack(ChunkedStack):
         Raises:
             UserError: they do; all of them raise it.
         """
-        if (weights := weights_of(self)).is_gathered and not (is_one_token and weights.are_all_here()):
+        if (weights := weights_of(self)).is_gathered and not (is_one_token and has_all_weights(self)):
             options["method"] = method.name, repr(method.storage)
             options["whether gradients are on"] = torch.is_grad_enabled()
             agree_on_call(weights, "Stack", options)

@@ -789,11 +789,11 @@ def other_arguments(rank: int) -> None:
 def generation(rank: int) -> None:
     """Ranks that gather weights generate in step; those that hold all may differ in the number of tokens."""
     with float64_throughout():
-        model, whole = sharded(LLAMA).eval(), make(LLAMA).eval()
+        model, reference = sharded(LLAMA).eval(), make(LLAMA).eval()
         prompt, length = rows()[rank : rank + 1, :9], 3 + 4 * rank
         for in_step in (True, False):
             options = {"max_new_tokens": length, "do_sample": False, "synced_gpus": in_step}
-            tokens = [each.generate(prompt, **options) for each in (model, whole)]
+            tokens = [each.generate(prompt, **options) for each in (model, reference)]
             assert torch.equal(*tokens)
             for unit in (*layers_of(backbone_of(model)).values(), model):
                 unit.set_reshard_after_forward(False)

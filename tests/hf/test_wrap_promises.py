@@ -1243,7 +1243,7 @@ def test_an_error_of_ones_own_is_told_as_it_is(successes: int, place: str, error
 
 
 def test_an_error_of_ones_own_loss_is_told_as_it_is() -> None:
-    """Of a label that the batch has, and not the tokens of the comparison."""
+    """The batch has the label that it refuses, and the tokens of the comparison have not."""
     model, sum_of_tokens = wrapped(make(LLAMA)), make(LLAMA).loss_function
 
     def loss_function(labels: Tensor, **inputs: Any) -> Tensor:
@@ -1260,7 +1260,7 @@ def test_an_error_of_ones_own_loss_is_told_as_it_is() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, Own])
 def test_a_hook_that_ends_an_evaluation_by_an_error(error: type[Exception]) -> None:
-    """It has the layer's output of the whole row, as if not wrapped, although a chunk has ended it before."""
+    """The hook has the output of the whole row, as if not wrapped, although a chunk has ended before."""
     outputs: list[Tensor] = []
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
