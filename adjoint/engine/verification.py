@@ -80,13 +80,12 @@ def _refusal(subject: str, reason: str, remedy: str) -> str:
 
 @contextlib.contextmanager
 def errors_as_refusals(
-    subject: str, state: str, remedy: str, refuse_error: Callable[..., NoReturn] = refuse_failed
+    subject: str, state: str, remedy: str, is_of_user_code: bool = False
 ) -> Iterator[None]:
     """Turn an error of the code that is tried, run chunk by chunk, into a refusal.
 
     Args:
-        subject: as in `Trial`. state, remedy: as in `TrialKind`.
-        refuse_error: `refuse` where all errors are of the subject, also those of a user's code.
+        subject: as in `Trial`. state, remedy, is_of_user_code: as in `TrialKind`.
     """
     try:
         yield
@@ -95,7 +94,10 @@ def errors_as_refusals(
     except Exception as error:
         message = " ".join(str(error).split())[:200]
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        refuse_error(subject, f"it does not continue from {state} ({kind}{message})", remedy, error)
+        reason = f"it does not continue from {state} ({kind}{message})"
+        if is_of_user_code:
+            refuse(subject, reason, remedy, error)
+        refuse_failed(subject, reason, remedy, error)
 
 
 # --------------------------------------------------------------------------------------------- what is tried
@@ -192,8 +194,7 @@ def verify(trial: Trial, reference: Results) -> float:
         trial.refuse(
             f"its own loss of {TOKENS} tokens is {reference.loss}{cause}", "look for the step that made it so"
         )
-    refuse_error: Callable[..., NoReturn] = refuse if kind.is_of_user_code else refuse_failed
-    with errors_as_refusals(trial.subject, kind.state, kind.remedy, refuse_error):
+    with errors_as_refusals(trial.subject, kind.state, kind.remedy, kind.is_of_user_code):
         try:
             chunks = trial.run_chunks()
         except ChunkChangedError as error:
