@@ -46,7 +46,7 @@ def parameter_groups(
         id(p)
         for place, module in model.named_modules()
         for name, p in module.named_parameters(recurse=False)
-        # entries of containers, such as an adapter's for embeddings, say by the container's name what they are
+        # entries of containers, as of adapters of embeddings, are what the container's name says
         if not _decays(module, place.rpartition(".")[2] if isinstance(module, _CONTAINERS) else name, p)
     }
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
