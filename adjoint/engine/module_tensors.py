@@ -4,6 +4,7 @@ the forward and the backward that recomputes it (`UntrainedTensors`)."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -31,14 +32,15 @@ class ModelLock:
     may be waiting for the lock, with another thread's backward."""
 
     def __init__(self) -> None:
-        self._lock, self._modes = threading.RLock(), list[torch.autograd.set_multithreading_enabled]()
+        self._lock, self._were_multithreaded = threading.RLock(), list[bool]()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._modes.append(torch.autograd.set_multithreading_enabled(False))
+        self._were_multithreaded.append(torch._C._is_multithreading_enabled())
+        torch._C._set_multithreading_enabled(False)
 
     def __exit__(self, *error: object) -> None:
-        self._modes.pop().__exit__(*error)
+        torch._C._set_multithreading_enabled(self._were_multithreaded.pop())
         self._lock.release()
 
 
@@ -162,7 +164,7 @@ class UntrainedTensors:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return [version_of(untrained.tensor) for untrained in self.tensors]
+        return list(map(version_of, map(operator.attrgetter("tensor"), self.tensors)))
 
     def modified(self) -> Iterator[_UntrainedTensor]:
         """Yield the tensors that were modified in place since this object was made or last restored."""
