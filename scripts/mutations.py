@@ -273,8 +273,8 @@ MUTATIONS: dict[str, Mutation] = {
     "waiting-threads": Mutation(
         "a thread that holds a model runs its own backwards: the device's thread may wait for the model",
         "kernels/checks.py",
-        "    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(is_multithreaded):\n",
-        "    with torch.inference_mode(False):\n",
+        "torch.autograd.set_multithreading_enabled(is_multithreaded)",
+        "torch.autograd.set_multithreading_enabled(True)",
         "tests/simulated_cuda/test_simulated_cuda.py -k holds_up",
     ),
     "own-errors": Mutation(
