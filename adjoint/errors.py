@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 LOGGER = logging.getLogger("adjoint")
@@ -33,6 +35,20 @@ def why_not_imported(error: ImportError, package: str, command: str | None = Non
 
 class UserError(ValueError):
     """An error that the user can mend: one line that says what is wrong, where, and how to fix it."""
+
+
+def is_from_user_code(error: BaseException) -> bool:
+    """Whether an error comes from code that no package brings: the user's own hook, head, layer or loss.
+
+    Functions of Python and torch are left out: what they raise is their caller's. Code that comes with a
+    folder of transformers (`transformers_modules`) is a package's."""
+    callers = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for module in reversed(callers):
+        package, file = str(module.get("__name__")).partition(".")[0], str(module.get("__file__"))
+        if package != "torch" and package not in sys.stdlib_module_names - {"__main__"}:
+            is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+            return package not in ("adjoint", "transformers_modules") and not is_installed
+    return False
 
 
 def is_heard() -> bool:

@@ -252,8 +252,8 @@ MUTATIONS: dict[str, Mutation] = {
     "one-thread": Mutation(
         "threads that train one stack have its gradients",
         "engine/module_tensors.py",
-        "    with lock:\n        yield\n",
-        "    yield\n",
+        "        return _locks.setdefault(model, ModelLock())\n",
+        "        return ModelLock()\n",
         "tests/engine/test_concurrent_calls.py",
     ),
     "ranks-told": Mutation(
@@ -265,10 +265,24 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "calls-of-ranks": Mutation(
         "calls under FSDP2 that differ between ranks are one line on every rank",
-        "hf/agreed_calls.py",
-        "    if high != -low:\n",
-        "    if False:\n",
+        "parallel/agreement.py",
+        "    if high == -low:\n",
+        "    if True:\n",
         "tests/hf/test_fsdp.py -k other_arguments",
+    ),
+    "waiting-threads": Mutation(
+        "a thread that holds a model runs its own backwards: the device's thread may wait for the model",
+        "kernels/checks.py",
+        "torch.autograd.set_multithreading_enabled(is_multithreaded)",
+        "torch.autograd.set_multithreading_enabled(True)",
+        "tests/simulated_cuda/test_simulated_cuda.py -k holds_up",
+    ),
+    "own-errors": Mutation(
+        "an error of the user's own code in a trial is raised itself",
+        "engine/verification.py",
+        "    if not is_from_user_code(error):\n",
+        "    if True:\n",
+        "tests/hf/test_wrap_promises.py -k own",
     ),
     "own-heads": Mutation(
         "norms of a rank's own heads get the sum of all ranks' gradients",

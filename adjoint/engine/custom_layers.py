@@ -29,7 +29,7 @@ from adjoint.engine.verification import (
     verify,
 )
 from adjoint.errors import UserError
-from adjoint.kernels.checks import computes_as, ungathered_class
+from adjoint.kernels.checks import computes_as, outside_inference_mode, ungathered_class
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 
@@ -39,6 +39,7 @@ CUSTOM_LAYER = TrialKind(
     likely_reason="it keeps or reads something besides its input and its state, or draws random numbers",
     remedy="Backprop() works",
     chunk_size=CHUNK_SIZE,
+    is_of_user_code=True,
 )
 PARTS = (nn.Linear, nn.Conv1d, nn.Identity, nn.ModuleList, nn.Sequential)  # PyTorch's, in our own layers
 
@@ -98,7 +99,7 @@ def _verify_layer(
 ) -> None:
     cuda = [device] if device.type == "cuda" else []
     unchanged = torch.random.fork_rng(cuda), UntrainedTensors(stage.modules(), frozen=False).restored()
-    with torch.inference_mode(False), torch.no_grad(), full_float32(), unchanged[0], unchanged[1]:
+    with outside_inference_mode(), torch.no_grad(), full_float32(), unchanged[0], unchanged[1]:
         x = some_numbers(TOKENS, width, seed=1).to(device, dtype)
         state = tuple(s[:1].detach().clone() for s in state)
         try:

@@ -4,6 +4,7 @@ the forward and the backward that recomputes it (`UntrainedTensors`)."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -24,29 +25,36 @@ MAX_RESTORED_ELEMENTS = (
 _MISSING = object()
 
 
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+class ModelLock:
+    """A lock, as a context, by which one thread at a time runs a model; it may enter several times.
+
+    While it is held, backwards that this thread starts run in this thread: autograd's thread of the device
+    may be waiting for the lock, with another thread's backward."""
+
+    def __init__(self) -> None:
+        self._lock, self._were_multithreaded = threading.RLock(), list[bool]()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._were_multithreaded.append(torch._C._is_multithreading_enabled())
+        torch._C._set_multithreading_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_multithreading_enabled(self._were_multithreaded.pop())
+        self._lock.release()
+
+
+_locks: WeakKeyDictionary[nn.Module, ModelLock] = WeakKeyDictionary()
 _new_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def one_thread(model: nn.Module) -> Iterator[None]:
-    """Hold a model for one thread's forward or backward by chunks; other threads' calls wait.
+def one_thread(model: nn.Module) -> ModelLock:
+    """Return the lock of a model's forwards and backwards by chunks; other threads' calls wait.
 
     While a chunk runs, other tensors stand in the place of the model's, which another thread's call would
     see."""
     with _new_lock:
-        lock = _locks.setdefault(model, threading.RLock())
-    with lock:
-        yield
-
-
-@contextlib.contextmanager
-def one_thread_forward(model: nn.Module) -> Iterator[None]:
-    """Hold a model for one thread's forward by chunks, whose own backwards run in this thread.
-
-    Autograd's thread of the device may be waiting for the model, with another thread's backward."""
-    with one_thread(model), torch.autograd.set_multithreading_enabled(False):
-        yield
+        return _locks.setdefault(model, ModelLock())
 
 
 def in_one_thread(model: nn.Module, function: Callable[P, T]) -> Callable[P, T]:
@@ -159,7 +167,7 @@ class UntrainedTensors:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return [version_of(untrained.tensor) for untrained in self.tensors]
+        return list(map(version_of, map(operator.attrgetter("tensor"), self.tensors)))
 
     def modified(self) -> Iterator[_UntrainedTensor]:
         """Yield the tensors that were modified in place since this object was made or last restored."""

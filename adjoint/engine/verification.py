@@ -28,7 +28,7 @@ from adjoint.engine import tile
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
-from adjoint.errors import LOGGER, VERBOSITY, UserError, is_heard
+from adjoint.errors import LOGGER, VERBOSITY, UserError, is_from_user_code, is_heard
 from adjoint.layers import State
 from adjoint.releases import untested_now
 
@@ -58,15 +58,34 @@ class NotAttended(Refused):
 
 def refuse(subject: str, reason: str, remedy: str, cause: BaseException | None = None) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
-    raise Refused(f"{untested_now()}{subject} cannot be trained by chunks: {reason}; {remedy}") from cause
+    raise Refused(_refusal(subject, reason, remedy)) from cause
+
+
+def refuse_failed(subject: str, reason: str, remedy: str, error: BaseException) -> NoReturn:
+    """Raise `Refused` as code that was tried has failed; an error of the user's own code is raised itself.
+
+    The refusal is then a note on it: the cause may be a bug that no other method would mend."""
+    if not is_from_user_code(error):
+        refuse(subject, reason, remedy, error)
+    error.add_note(
+        f"adjoint: the code above raised this while a few tokens were tried on first use. "
+        f"If it is the chunks': {_refusal(subject, reason, remedy)}"
+    )
+    raise error
+
+
+def _refusal(subject: str, reason: str, remedy: str) -> str:
+    return f"{untested_now()}{subject} cannot be trained by chunks: {reason}; {remedy}"
 
 
 @contextlib.contextmanager
-def errors_as_refusals(subject: str, state: str, remedy: str) -> Iterator[None]:
+def errors_as_refusals(
+    subject: str, state: str, remedy: str, is_of_user_code: bool = False
+) -> Iterator[None]:
     """Turn an error of the code that is tried, run chunk by chunk, into a refusal.
 
     Args:
-        subject: as in `Trial`. state, remedy: as in `TrialKind`.
+        subject: as in `Trial`. state, remedy, is_of_user_code: as in `TrialKind`.
     """
     try:
         yield
@@ -75,7 +94,10 @@ def errors_as_refusals(subject: str, state: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         message = " ".join(str(error).split())[:200]
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        refuse(subject, f"it does not continue from {state} ({kind}{message})", remedy, error)
+        reason = f"it does not continue from {state} ({kind}{message})"
+        if is_of_user_code:
+            refuse(subject, reason, remedy, error)
+        refuse_failed(subject, reason, remedy, error)
 
 
 # --------------------------------------------------------------------------------------------- what is tried
@@ -107,6 +129,7 @@ class TrialKind:
         remedy: what works instead.
         state: what a chunk goes on from.
         chunk_size: tokens per chunk, or None if there are no chunks.
+        is_of_user_code: whether the subject is the user's own code, whose errors are then refusals.
     """
 
     claim: str
@@ -114,6 +137,7 @@ class TrialKind:
     remedy: str
     state: str = "the state it gave"
     chunk_size: int | None = None
+    is_of_user_code: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +194,7 @@ def verify(trial: Trial, reference: Results) -> float:
         trial.refuse(
             f"its own loss of {TOKENS} tokens is {reference.loss}{cause}", "look for the step that made it so"
         )
-    with errors_as_refusals(trial.subject, kind.state, kind.remedy):
+    with errors_as_refusals(trial.subject, kind.state, kind.remedy, kind.is_of_user_code):
         try:
             chunks = trial.run_chunks()
         except ChunkChangedError as error:

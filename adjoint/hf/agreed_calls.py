@@ -6,12 +6,9 @@ gives another argument, or another mode, is refused: it would run a trial that t
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor
 
-from adjoint.errors import UserError
 from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, SUPPORTED_INPUTS, Call
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import (
@@ -23,7 +20,8 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.original_forward import holds_tokens
 from adjoint.hf.wrap_state import CallNeeds
-from adjoint.parallel.agreement import describe
+from adjoint.parallel import agreement
+from adjoint.parallel.access import has_all_weights
 
 # Arguments that some ranks may give and others not, and one that changes nothing but the output's type.
 FREE_ARGUMENTS = {*DOCUMENT_INPUTS, "attention_mask", "return_dict"}
@@ -33,30 +31,24 @@ OTHER_ARGUMENTS = "arguments that its forward does not name"
 def agree_on_call(call: Call) -> CallNeeds | None:
     """Return what the calls of all ranks need that gather this model's weights; None if none do.
 
-    It is None as well for one token after a cache, as in generation: there nothing is tried, and ranks that
-    hold all weights meanwhile may generate different numbers of tokens.
+    It is None as well for one token after a cache where this rank has all weights, as in generation: there
+    nothing is tried, and ranks may generate different numbers of tokens.
 
     Raises:
         UserError: the ranks' calls differ in an argument or a mode; all of them raise it.
     """
-    if not (kind := current_holding(call.model).kind).is_gathered:
+    if not current_holding(call.model).kind.is_gathered:
         return None
-    if (has_past := holds_tokens(call.cache)) and call.seqlen == 1:
+    weights, has_past = current_weights(call.model), holds_tokens(call.cache)
+    if has_past and call.seqlen == 1 and has_all_weights(weights.root):
         return None
-    weights, described = current_weights(call.model), _describe(call)
-    number = zlib.crc32(repr(described).encode())
+    tokens_after_cache = None if not has_past else "one" if call.seqlen == 1 else "several"
+    described = {**_describe(call), "how many tokens come after a cache": tokens_after_cache}
     is_padded = call.begins_with_padding and not call.has_documents and not has_past
     padded = [is_padded and call.has(POSITIONS) == has_positions for has_positions in (False, True)]
-    high, low, documents, *padded_anywhere = weights.largest(number, -number, call.has_documents, *padded)
-    if high != -low:
-        numbers = [zlib.crc32(repr(value).encode()) for value in described.values()]
-        bounds = weights.largest(*numbers, *(-n for n in numbers))
-        highest, lowest = bounds[: len(numbers)], bounds[len(numbers) :]
-        names = [n for n, a, b in zip(described, highest, lowest, strict=True) if a != -b]
-        raise UserError(
-            f"{original_class(call.model).__name__} under {kind.name}: all ranks run a call together, and "
-            f"their calls differ in {', '.join(names)}: give the same arguments in the same mode on all ranks"
-        )
+    documents, *padded_anywhere = agreement.agree_on_call(
+        weights, original_class(call.model).__name__, described, call.has_documents, *padded
+    )
     without_positions, with_positions = map(bool, padded_anywhere)
     return CallNeeds(bool(documents), without_positions, with_positions)
 
@@ -78,5 +70,5 @@ def _describe(call: Call) -> dict[str, object]:
         "whether gradients are on": torch.is_grad_enabled(),
         "training or evaluation mode": root_of(call.model).training,
         "the method": repr(vars(call.model)["_adjoint"].method),
-        "the outputs asked for": describe(call.extra_outputs),
+        "the outputs asked for": agreement.describe(call.extra_outputs),
     }

@@ -231,13 +231,11 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
         )
     if why_not_recurrent := why_no_recurrence(config):
         refuse(model, why_not_recurrent)
-    adapters = [
-        getattr(adapter, "peft_type", "")
-        for module in root_of(model).modules()
-        for adapter in (getattr(module, "peft_config", None) or {}).values()
-    ]
-    if "CPT" in adapters:
-        refuse(model, "PEFT's CPT computes its loss from the logits, which a call with labels does not make")
+    for module in root_of(model).modules():
+        for adapter in (getattr(module, "peft_config", None) or {}).values():
+            if getattr(adapter, "peft_type", "") == "CPT":
+                why = "PEFT's CPT computes its loss from the logits, which a call with labels does not make"
+                refuse(model, why)
     if nn.utils.parametrize._cache_enabled and any(
         map(nn.utils.parametrize.is_parametrized, model.modules())
     ):
@@ -290,8 +288,6 @@ def as_refusal(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return verification.errors_as_refusals(original_class(model).__name__, STATE, ALTERNATIVE)
 
 
-def refuse(
-    model: nn.Module, why: str, otherwise: str = ALTERNATIVE, cause: Exception | None = None
-) -> NoReturn:
+def refuse(model: nn.Module, why: str, otherwise: str = ALTERNATIVE) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
-    verification.refuse(original_class(model).__name__, why, otherwise, cause)
+    verification.refuse(original_class(model).__name__, why, otherwise)

@@ -26,7 +26,7 @@ from adjoint.engine.module_tensors import UntrainedTensors
 from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import Refused
-from adjoint.errors import LOGGER
+from adjoint.errors import LOGGER, is_from_user_code
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.agreed_calls import agree_on_call
 from adjoint.hf.call import DOCUMENT_INPUTS, Call
@@ -339,18 +339,25 @@ def _hidden_without_gradients(
         *names,
     )
     key = key if needs is None else (key[0], needs)  # the same on all ranks
-    if key in refused:
+    if refused.get(key):
         return None
     try:
         check.refuse_transforms(call.model)
         return _hidden_by_chunks(_at_language_model(call))
-    except ValueError as refusal:
+    except Exception as error:
         # A contradiction in the inputs is the original forward's to tell, but it reads no documents.
-        if call.has_documents and not isinstance(refusal, Refused):
+        if not _is_left_to_original(error) or (call.has_documents and not isinstance(error, Refused)):
             raise
-        LOGGER.debug(f"this forward without gradients runs as if not wrapped: {refusal}")
-        refused[key] = True
+        LOGGER.debug(f"this forward without gradients runs as if not wrapped: {error}")
+        refused[key] = not is_from_user_code(error)
         return None
+
+
+def _is_left_to_original(error: Exception) -> bool:
+    """Whether transformers' own forward may run in place of one by chunks that ended with this error.
+
+    A user's hook may fail on a chunk, or end each forward by an error once it has what it reads."""
+    return isinstance(error, ValueError) or is_from_user_code(error)
 
 
 def _deferred_cache(call: Call, hidden: Tensor) -> Callable[[], Cache]:
@@ -481,20 +488,24 @@ def _hidden_with_state(call: Call) -> ModelOutput | None:
     model = call.model
     names = sorted(name for name in call.arguments if call.has(name))
     refused, key = verification_of(model).results, ("refused with a cache", *names)
-    if key in refused:
+    if refused.get(key):
         return None
     returns_cache = bool(call.arguments.get("use_cache")) or not call.has_padding
     try:
         continued = _after_cache(call, returns_cache)
-    except ValueError as refusal:  # of these tokens or this cache
-        LOGGER.debug(f"this forward with a cache runs as if not wrapped: {refusal}")
+    except Exception as error:  # of these tokens or this cache
+        if not _is_left_to_original(error):
+            raise
+        LOGGER.debug(f"this forward with a cache runs as if not wrapped: {error}")
         return None
     try:
         check.refuse_transforms(model)
         _verify_with_state(continued)
-    except ValueError as refusal:
-        LOGGER.debug(f"forwards with a cache run as if not wrapped: {refusal}")
-        refused[key] = True
+    except Exception as error:
+        if not _is_left_to_original(error):
+            raise
+        LOGGER.debug(f"forwards with a cache run as if not wrapped: {error}")
+        refused[key] = not is_from_user_code(error)
         return None
     output = _hidden_by_chunks(continued, returns_cache)
     if not returns_cache:

@@ -20,7 +20,6 @@ from adjoint.engine.step import ChunkedStep
 from adjoint.engine.verification import Refused, WeightedSum
 from adjoint.hf.call import CallKind
 from adjoint.hf.model_parts import (
-    MODEL_ERRORS,
     Entry,
     backbone_of,
     calling_original_forwards,
@@ -163,7 +162,7 @@ def _examine(verification: Verification) -> LayerSegments | str:
             _compare_segments(model, description, last_products)
     except Refused as refusal:
         return str(refusal)
-    except MODEL_ERRORS as error:
+    except Exception as error:  # also of the user's code: the whole runs
         return f"its parts do not run: {type(error).__name__}: {error}"
     return LayerSegments(description, last_products)
 

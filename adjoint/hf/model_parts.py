@@ -18,7 +18,7 @@ from adjoint.parallel.access import Holding, holding_of, weights_type
 MISSING = object()
 Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
 # Errors that models' own code raises for inputs that it was not made for.
-MODEL_ERRORS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+MODEL_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def original_class(model: nn.Module) -> type[PreTrainedModel]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
@@ -12,6 +11,7 @@ from weakref import ref
 import torch.distributed as dist
 from torch import nn
 
+from adjoint.engine.module_tensors import ModelLock
 from adjoint.engine.programs import Programs
 from adjoint.methods import Backprop, Method
 from adjoint.parallel.access import Holding
@@ -98,7 +98,7 @@ class WrapState:
     ) -> None:
         self.method = method
         self.uses_original_forward = False
-        self.lock = threading.RLock()
+        self.lock = ModelLock()
         self.verifications: list[Any] = []
         self.outer_model = outer_model
         self.group = group

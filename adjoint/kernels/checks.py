@@ -1,8 +1,9 @@
 """Rules shared by the operations: checks of arguments, one clear ValueError each, and of modules; second
 derivatives; the dtype of sums."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,17 @@ def refusal_of_transforms() -> str | None:
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation does not work with it"
     return None
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leave inference mode, as `torch.inference_mode(False)` does.
+
+    That also lets backwards run in autograd's threads again, where `set_multithreading_enabled(False)` keeps
+    them in one that holds a model's lock."""
+    is_multithreaded = torch._C._is_multithreading_enabled()
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(is_multithreaded):
+        yield
 
 
 def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

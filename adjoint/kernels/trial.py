@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adjoint.errors import LOGGER, is_heard
+from adjoint.kernels.checks import outside_inference_mode
 from adjoint.kernels.libraries import LIBRARIES
 from adjoint.kernels.operation import Implementation, implementation_in, registered
 from adjoint.kernels.precision import full_float32
@@ -81,7 +82,7 @@ def passes(
     try:
         # The question may come from a compiler's tracing, where tensors hold no numbers, or from inference
         # mode, where autograd, by which libraries' backward is reached, records nothing; the answer is kept.
-        modes = torch.inference_mode(False), unset_fake_temporarily(), torch.no_grad()
+        modes = outside_inference_mode(), unset_fake_temporarily(), torch.no_grad()
         with modes[0], modes[1], modes[2], torch._C._DisableAutocast(), _announced(implementation, operation):
             relative = errors(implementation, operation, device, dtype, windowed, resets)
         worst = max(relative, key=lambda name: relative[name])

@@ -12,7 +12,7 @@ from torch import nn
 from adjoint.engine.host_weights import HostWeights, device_of
 from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
-from adjoint.parallel import zero
+from adjoint.parallel import fsdp, zero
 from adjoint.parallel.fsdp import FSDPUnitWeights, FSDPWeights, units
 from adjoint.parallel.split_tensors import dtensors
 from adjoint.parallel.tensor import SPLIT_AND_SHARDED, TensorParallelWeights
@@ -80,6 +80,11 @@ def weights_of(model: nn.Module) -> Weights:
 def has_gathering_hooks(model: nn.Module) -> bool:
     """Whether every module has hooks that gather its weights and change no result."""
     return zero.uses_zero(model)
+
+
+def has_all_weights(model: nn.Module) -> bool:
+    """Whether this process has all weights of a model now, so that a forward waits for no other process."""
+    return fsdp.all_gathered(model) and zero.all_gathered(model)
 
 
 def refuse_sharded(stack: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjoint.engine.module_tensors import version_of
+from adjoint.engine.weights import Weights
 from adjoint.errors import UserError
 from adjoint.parallel.split_tensors import local
 
@@ -77,6 +78,33 @@ def refuse_different_models(
         rank, name = difference
         is_of_call = name in dict(described_call)
         raise UserError((different_calls if is_of_call else different_models)(subject, rank, name))
+
+
+def agree_on_call(
+    weights: Weights, subject: str, described_call: Mapping[str, object], *values: float
+) -> Sequence[float]:
+    """Return the largest of each value over the ranks that gather weights together, for a call of each.
+
+    Args:
+        weights: gathered ones, which every rank holds in the same way.
+        subject: of the message.
+        described_call: what the ranks' calls must have in common, by names of the user's.
+
+    Raises:
+        UserError: the calls differ; all ranks raise it.
+    """
+    number = zlib.crc32(repr(described_call).encode())
+    high, low, *largest = weights.largest(number, -number, *values)
+    if high == -low:
+        return largest
+    numbers = [zlib.crc32(repr(value).encode()) for value in described_call.values()]
+    bounds = weights.largest(*numbers, *(-n for n in numbers))
+    highest, lowest = bounds[: len(numbers)], bounds[len(numbers) :]
+    names = [n for n, a, b in zip(described_call, highest, lowest, strict=True) if a != -b]
+    raise UserError(
+        f"{subject} under {weights.name}: all ranks run a call together, and their calls differ in "
+        f"{', '.join(names)}: give the same arguments in the same mode on all ranks"
+    )
 
 
 def different_models(subject: str, rank: int, name: str) -> str:

@@ -249,10 +249,20 @@ def refuse_gradients_left_out(root: nn.Module) -> None:
         )
 
 
-def _holds_partial(unit: FSDPModule) -> bool:
+def all_gathered(model: nn.Module) -> bool:
+    """Whether all parameters that `fully_shard` shards are gathered now."""
+    return all(all(_of_groups(unit, "is_unsharded")) for unit in units(model))
+
+
+def _of_groups(unit: FSDPModule, attribute: str) -> list[object]:
+    """Return an attribute of FSDP's groups of the parameters of one module; None where a group has none."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(getattr(group, "_partial_reduce_output", None) is not None for group in groups)
+    return [getattr(group, attribute, None) for group in groups if group is not None]
+
+
+def _holds_partial(unit: FSDPModule) -> bool:
+    return any(output is not None for output in _of_groups(unit, "_partial_reduce_output"))
 
 
 def _refuse(root: Any) -> None:

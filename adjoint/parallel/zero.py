@@ -110,6 +110,12 @@ def uses_zero(model: nn.Module) -> bool:
     return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
 
 
+def all_gathered(model: nn.Module) -> bool:
+    """Whether all parameters that ZeRO-3 partitions are gathered now."""
+    partitioned = filter(is_partitioned, model.parameters())
+    return all(vars(parameter)["ds_status"].name == "AVAILABLE" for parameter in partitioned)
+
+
 def optimizer_of(model: nn.Module) -> ZeROOptimizer | None:
     """Return the optimizer that `deepspeed.initialize` made for a model, or None."""
     optimizers = (getattr(p, "_z3_optimizer", None) for p in model.parameters())

@@ -23,7 +23,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.hidden_states import HiddenResult
 from adjoint.engine.host_weights import device_of
 from adjoint.engine.late_gradient import refusing_gradient
-from adjoint.engine.module_tensors import ModuleTensors, in_one_thread, one_thread, one_thread_forward
+from adjoint.engine.module_tensors import ModuleTensors, in_one_thread, one_thread
 from adjoint.engine.runner import run_hidden, run_loss
 from adjoint.engine.step import Result, uncompiled
 from adjoint.engine.weights import REPLICA, Weights, is_replica
@@ -44,8 +44,9 @@ from adjoint.layers.strands import (
     complement_of,
     joined_strands,
 )
-from adjoint.methods import Method, check_bidirectional_method, check_stack_method, is_plain
-from adjoint.parallel.access import weights_of, weights_type
+from adjoint.methods import Backprop, Method, check_bidirectional_method, check_stack_method, is_plain
+from adjoint.parallel.access import has_all_weights, weights_of, weights_type
+from adjoint.parallel.agreement import agree_on_call
 from adjoint.parallel.context import group_of, telling_ranks
 from adjoint.stack.bidirectional import block_by_chunks
 from adjoint.stack.chunked import ChunkedStack, StackCall
@@ -54,13 +55,13 @@ from adjoint.stack.structure import WHOLE_SEQUENCE
 
 @uncompiled
 def _run_loss(stack: Stack, call: StackCall, returns_states: bool, group: dist.ProcessGroup | None) -> Result:
-    with one_thread_forward(stack):  # also inside a compiled model, whose graph knows no locks
+    with one_thread(stack):  # also inside a compiled model, whose graph knows no locks
         return run_loss(stack, call, returns_states, group)
 
 
 @uncompiled
 def _run_hidden(stack: Stack, call: StackCall, returns_states: bool) -> HiddenResult:
-    with one_thread_forward(stack):
+    with one_thread(stack):
         return run_hidden(stack, call, returns_states)
 
 
@@ -179,6 +180,15 @@ class Stack(ChunkedStack):
         """
         if is_replica(self):
             raise UserError(REPLICA)
+        if not torch.compiler.is_compiling() and dist.is_available() and dist.is_initialized():
+            options: dict[str, object] = {
+                "labels": labels is not None,
+                "state": state is not None,
+                "return_logits": return_logits,
+                "return_hidden_states": return_hidden_states,
+                "sequence_group": sequence_group is not None,
+            }
+            self._agree_on_call(method or Backprop(), options, state is not None and input_ids.shape[1] == 1)
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
         if method is not None:
@@ -247,6 +257,20 @@ class Stack(ChunkedStack):
         if return_state:
             output.state = final if split is None else split.final_states(final)
         return output
+
+    def _agree_on_call(self, method: Method, options: dict[str, object], is_one_token: bool) -> None:
+        """Refuse ranks that gather weights together and call with different options: they would not meet.
+
+        Chunk sizes may differ, as lengths may. One token after a state, as in generation, may be one rank's
+        alone where that has all weights.
+
+        Raises:
+            UserError: they do; all of them raise it.
+        """
+        if (weights := weights_of(self)).is_gathered and not (is_one_token and has_all_weights(self)):
+            options["method"] = method.name, repr(method.storage)
+            options["whether gradients are on"] = torch.is_grad_enabled()
+            agree_on_call(weights, "Stack", options)
 
     def _logits_beside(
         self,

@@ -39,7 +39,7 @@ from adjoint.engine.verification import (
     verify,
 )
 from adjoint.errors import UserError
-from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.checks import accumulate_dtype, outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 
@@ -59,6 +59,7 @@ RECURRENCE = TrialKind(
     likely_reason="it keeps or reads something besides its input and its state",
     remedy="return all of it as the state",
     chunk_size=CHUNK_SIZE,
+    is_of_user_code=True,
 )
 # For each function, or the module that it is a method of: the kinds of calls that have been verified, and the
 # bytes per token and row that autograd saves in each.
@@ -604,7 +605,7 @@ def _verify(call: _SequenceCall) -> float:
         return y, after
 
     unchanged = UntrainedTensors(call.modules, frozen=False).restored()
-    gradients = torch.inference_mode(False), torch.enable_grad()
+    gradients = outside_inference_mode(), torch.enable_grad()
     with full_float32(), gradients[0], gradients[1], generators.undone(), unchanged:
         first = call.first_tokens(count)
         before = generators.states()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -263,12 +262,12 @@ class StackModules(nn.Module):
             ValueError: lm_head or norm_f is more than its weight.
         """
         modules = self.norm_f, self.lm_head
-        with contextlib.ExitStack() as in_place:
-            if parameters is not None:
-                replacements = dict(zip(self.head_parameters(), parameters, strict=True))
-                for module in modules:
-                    in_place.enter_context(ModuleTensors(module).replaced(replacements))
-            in_place.enter_context(fetched(*modules))
+        if parameters is None:  # no ExitStack, which a compiler does not trace
+            with fetched(*modules):
+                return self._head_loss(y, targets, whole_tokens, weights)
+        replacements = dict(zip(self.head_parameters(), parameters, strict=True))
+        norm, head = (ModuleTensors(module).replaced(replacements) for module in modules)
+        with norm, head, fetched(*modules):
             return self._head_loss(y, targets, whole_tokens, weights)
 
     def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:

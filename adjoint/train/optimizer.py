@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ _VECTORS = re.compile(
 )
 # Names of heads where no class says which module it is: of a Stack, and of a part of a model in layer shards.
 _HEADS = {"lm_head", "embed_out", "output_projection"}
+_CONTAINERS = nn.ParameterDict, nn.ParameterList
 BLOCK, SMALLEST = 256, 4096  # of 8-bit moments: values that share a scale; weights of a tensor that has them
 ParameterGroup = dict[str, Any]  # what torch's optimizers take: "params", "weight_decay", …
 _uncompiled = threading.Lock()
@@ -43,19 +44,16 @@ def parameter_groups(
     left_out = {id(tensor) for tensor in without}
     spared = {
         id(p)
-        for module in model.modules()
-        for name, p in _direct_parameters(module)
-        if not _decays(module, name, p)
+        for place, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        # entries of containers, as of adapters of embeddings, are what the container's name says
+        if not _decays(module, place.rpartition(".")[2] if isinstance(module, _CONTAINERS) else name, p)
     }
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for parameter in model.parameters():
         if id(parameter) not in left_out and parameter.requires_grad:
             groups[id(parameter) in spared].append(parameter)
     return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
-
-
-def _direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(recurse=False)
 
 
 def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

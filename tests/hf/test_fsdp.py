@@ -239,6 +239,30 @@ def stacks(rank: int) -> None:
 
 
 @case
+def other_options_of_a_stack(rank: int) -> None:
+    """Ranks that would not meet are refused in one line on each; what may differ does."""
+    config = adjoint.StackConfig(VOCAB, 16, 2, ["mamba", "attention"], d_state=4, headdim=8)
+    ids = rows()
+    model, reference = (adjoint.Stack(config, seed=0).double() for _ in range(2))
+    shard(model)
+    inputs = {"input_ids": ids[rank : rank + 1], "labels": ids[rank : rank + 1], "method": METHOD}
+    methods = [None, adjoint.Backprop(checkpoint=True), adjoint.LayerLocal(chunk_size=16)]
+    methods += [adjoint.Exact(4, checkpoints=2), adjoint.Exact(memory=1 << 20)]
+    differing: list[tuple[str, dict[str, Any]]] = [("method", {"method": method}) for method in methods]
+    differing += [("labels", {"labels": None}), ("return_logits", {"return_logits": True})]
+    for k, (name, argument) in enumerate(differing):
+        with pytest.raises(UserError, match=f"^Stack under fully_shard: .* differ in {name}: give") as e:
+            model(**inputs | (argument if rank == k % 2 else {}))
+        assert "\n" not in str(e.value)
+    with torch.set_grad_enabled(bool(rank)), pytest.raises(UserError, match="whether gradients are on"):
+        model(**inputs)
+    model(
+        **inputs | {"method": adjoint.Exact(chunk_size=8 + 5 * rank), "return_state": bool(rank)}
+    ).loss.backward()
+    assert_same(whole_gradients(model), unsharded(reference, lambda m: m(ids, labels=ids).loss))
+
+
+@case
 def on_another_rank(rank: int) -> None:
     """A difference in one process's shards is refused by all, which else would wait for it."""
     stack, ids = shard(adjoint.Stack(adjoint.StackConfig(VOCAB, 16, 2, "mamba", d_state=4))), rows()
@@ -748,6 +772,32 @@ def other_arguments(rank: int) -> None:
     with pytest.raises(UserError, match="training or evaluation mode"):
         model.train(bool(rank))(**inputs)
     model.train()(**inputs).loss.backward()
+    for labels in ({}, {"labels": ids}):
+        for other in (0, 1):
+            with torch.no_grad():
+                cache = model.eval()(ids, use_cache=True).past_key_values
+            length = 1 if rank == other else 5
+            after = {name: value[:, :length] for name, value in {"input_ids": ids, **labels}.items()}
+            with pytest.raises(
+                UserError, match="differ in how many tokens come after a cache: give the same"
+            ):
+                model.train()(**after, past_key_values=cache, use_cache=True)
+    model(**inputs).loss.backward()
+
+
+@case
+def generation(rank: int) -> None:
+    """Ranks that gather weights generate in step; those that hold all may differ in the number of tokens."""
+    with float64_throughout():
+        model, reference = sharded(LLAMA).eval(), make(LLAMA).eval()
+        prompt, length = rows()[rank : rank + 1, :9], 3 + 4 * rank
+        for in_step in (True, False):
+            options = {"max_new_tokens": length, "do_sample": False, "synced_gpus": in_step}
+            tokens = [each.generate(prompt, **options) for each in (model, reference)]
+            assert torch.equal(*tokens)
+            for unit in (*layers_of(backbone_of(model)).values(), model):
+                unit.set_reshard_after_forward(False)
+                unit.unshard()
 
 
 SLOW = ("replicated", "finer", "adapters", "log_probabilities", "embeddings", "read_logits", "precision")

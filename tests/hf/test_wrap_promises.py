@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import inspect
+import itertools
 import operator
 import random
 import sys
@@ -1210,16 +1211,67 @@ def test_threads_that_train_one_model() -> None:
 # ----------------------------------------------------------------------------------------- reasons and copies
 
 
-def test_an_error_of_ones_own_is_told_as_it_is() -> None:
-    model = wrapped(make(LLAMA))
+class Own(Exception):
+    """An error of the user's code."""
+
+
+def failing(calls: Callable[[int], bool], error: type[Exception]) -> Callable[..., None]:
+    """Return a hook that raises the error in the calls, counted from 0, for which `calls` is true."""
+    numbers = itertools.count()
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("my own hook failed")
+        if calls(next(numbers)):
+            raise error("my own hook failed")
 
-    model.model.layers[1].register_forward_hook(fail)
-    with pytest.raises(RuntimeError) as caught:
+    return fail
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError, Own])
+@pytest.mark.parametrize("place", ["model.layers.1", "lm_head"])
+@pytest.mark.parametrize("successes", [0, 1, 2])
+def test_an_error_of_ones_own_is_told_as_it_is(successes: int, place: str, error: type[Exception]) -> None:
+    """Also where it first comes in chunks of the comparison on first use, after the whole has run."""
+    model = wrapped(make(LLAMA))
+    model.get_submodule(place).register_forward_hook(failing(lambda n: n >= successes, error))
+    with pytest.raises(error) as caught:
         run(model)
-    assert str(caught.value) == "my own hook failed"
+    assert type(caught.value) is error and caught.value.args == ("my own hook failed",)
+    assert caught.traceback[-1].name == "fail"
+    notes = getattr(caught.value, "__notes__", [])
+    if successes:
+        assert "LlamaForCausalLM cannot be trained by chunks: it does not continue from the cache" in notes[0]
+
+
+def test_an_error_of_ones_own_loss_is_told_as_it_is() -> None:
+    """The batch has the label that it refuses, and the tokens of the comparison have not."""
+    model, sum_of_tokens = wrapped(make(LLAMA)), make(LLAMA).loss_function
+
+    def loss_function(labels: Tensor, **inputs: Any) -> Tensor:
+        if bool((labels == VOCAB - 1).any()):
+            raise KeyError("a class that is not listed")
+        loss: Tensor = sum_of_tokens(labels=labels, **inputs)
+        return loss
+
+    model.loss_function = loss_function
+    with pytest.raises(KeyError, match="a class that is not listed") as caught:
+        model(IDS, labels=torch.full_like(IDS, VOCAB - 1))
+    assert "its loss_function is not a sum over tokens" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [ValueError, Own])
+def test_a_hook_that_ends_an_evaluation_by_an_error(error: type[Exception]) -> None:
+    """The hook has the output of the whole row, as if not wrapped, although a chunk has ended before."""
+    outputs: list[Tensor] = []
+
+    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+        raise error
+
+    for model in (make(LLAMA).eval(), wrapped(make(LLAMA).eval())):
+        model.model.layers[1].register_forward_hook(stop)
+        with torch.no_grad(), pytest.raises(error):
+            model(IDS)
+    assert torch.equal(outputs[-1], outputs[0])
 
 
 def test_a_forward_on_the_instance_is_refused() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import faulthandler
 import json
 import os
 import queue
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -157,6 +159,10 @@ def groups() -> dict[str, dict[str, Case]]:
         "replayed": {"hybrid, replayed": (stack(["mamba2"] * 3 + ["attention"]), SEGMENTS, {})},
         "wrapped replayed": {"Bamba, replayed": (pretrained("Bamba"), SEGMENTS, {})},
         "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
+        "threads": {
+            "mamba, threads": (stack("mamba"), adjoint.Exact(32), {}),
+            "Llama, threads": (pretrained("Llama"), adjoint.Exact(32), {}),
+        },
         "wrapped sequence group": {
             f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
             for name in ("exact", "offloaded edges")
@@ -391,6 +397,41 @@ def stored_tensors() -> dict[str, Any]:
     return record.counts() | {"gradients": sorted({t.device.type for t in fetched}), "a chunk": {}}
 
 
+def two_threads(case: Case) -> dict[str, Any]:
+    """A call that is compared on first use, in the middle of which another thread's backward of the model
+    begins: in autograd's thread of the device, where it waits for the model. Returns which of both end."""
+    make, method, _ = case
+    with simulated(WrapState()):
+        model = to_cuda(make(1))
+        is_stack = isinstance(model, adjoint.Stack)
+        ids = torch.empty(1, 64, dtype=torch.int64, device="cuda:0")
+        inputs = {"input_ids": ids, "labels": ids} | ({"method": method} if is_stack else {})
+        model = model if is_stack else adjoint.wrap(model, method)
+        loss, has_begun, ended = model(**inputs).loss, threading.Event(), list[str]()
+        loss.register_hook(lambda gradient: has_begun.set())
+
+        def backpropagate() -> None:
+            with ids.fake_mode:
+                loss.backward()
+            ended.append("backward")
+
+        backward = threading.Thread(target=backpropagate, daemon=True)
+
+        def meet(*_: Any) -> None:
+            if not backward.ident:
+                backward.start()
+                assert has_begun.wait(60)
+                time.sleep(0.2)
+
+        layers_of(model)[0].register_forward_pre_hook(meet)  # a new hook: the call is compared again
+        faulthandler.dump_traceback_later(60, exit=True)  # if both wait
+        model(**inputs).loss.backward()
+        ended.append("call")
+        backward.join(60)
+        faulthandler.cancel_dump_traceback_later()
+    return {"ended": sorted(ended)}
+
+
 class EmptyMessages:
     """Messages between ranks of which one runs here: those that it gets are empty."""
 
@@ -502,6 +543,7 @@ def main(names: Sequence[str]) -> None:
         "wrapped captured": captured,
         "replayed": replayed,
         "wrapped replayed": replayed,
+        "threads": two_threads,
     }
     found: dict[str, Any] = {}
     step(stack("mamba"), EXACT, 1, 1, chunk=32)  # the first of a process also tries what its kernels can do

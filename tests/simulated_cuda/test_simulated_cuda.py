@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("simulated cuda"),  # one process runs them all
 ]
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = "core", "stored", "captured"
+QUICK = "core", "stored", "captured", "threads"
 SLOW = "host weights", "sequence group", "layer inputs", "quick", "long", "layers", "slow", "wrapped"
 SLOW += ("wrapped layers", "wrapped host weights", "wrapped sequence group", "wrapped captured")
 SLOW += ("offloaded sequence group", "replayed", "wrapped replayed")
@@ -141,6 +141,12 @@ def test_copies_of_stored_tensors_race_with_nothing() -> None:
     counts = result("stored", "stored tensors")
     assert counts["mixed"] == counts["races"] == [] and counts["gradients"] == ["cuda"]
     assert counts["waits"] == counts["event_waits"] == {}
+
+
+@pytest.mark.parametrize("group, case", of("threads"))
+def test_a_thread_that_waits_for_the_model_holds_up_none(group: str, case: str) -> None:
+    """Autograd's thread of the device waits for a model that a thread holds, which runs backwards itself."""
+    assert result(group, case)["ended"] == ["backward", "call"]
 
 
 def test_offloaded_keys_and_values_come_over_by_chunks() -> None:

@@ -88,6 +88,22 @@ def test_a_layer_of_your_own_declares_what_does_not_decay() -> None:
     assert decayed_ids(layer) == {id(layer.mix)}
 
 
+def test_entries_of_containers_are_what_the_container_is_called() -> None:
+    """An adapter of embeddings has its two matrices in containers, by the adapter's name."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["embeddings", "in_proj"]))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    of_embeddings = {name for name in trained if "embedding" in name}
+    assert len(of_embeddings) == 2 < len(trained)
+    assert decayed_ids(model) == {id(p) for name, p in trained.items() if name not in of_embeddings}
+    listed = nn.Module()
+    listed.A_log, listed.mix = (nn.ParameterList([torch.ones(3, 4)]) for _ in range(2))
+    assert decayed_ids(listed) == {id(listed.mix[0])}
+
+
 def test_an_optimizer_without_parameters_is_left_out() -> None:
     optimizer = make_optimizer(nn.Linear(3, 3, bias=False), TrainingConfig(optimizer="muon"))
     assert isinstance(optimizer, torch.optim.Muon)

@@ -84,6 +84,7 @@ from adjoint.hf.verify.trials import (
     warn_of_idle_adapters,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.kernels.checks import outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import Holding
 from adjoint.parallel.agreement import describe, digest, refuse_different_models
@@ -650,7 +651,7 @@ def _without_side_effects(model: PreTrainedModel) -> Iterator[None]:
 
     The hooks would be those of a checkpoint around the call, which counts saved tensors."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
-    with torch.inference_mode(False), torch.enable_grad(), hooks, ChunkRandomness(model).undone():
+    with outside_inference_mode(), torch.enable_grad(), hooks, ChunkRandomness(model).undone():
         yield
 
 

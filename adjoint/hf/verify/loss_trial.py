@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import device_of, fetched
-from adjoint.engine.verification import Refused, alike, some_numbers
+from adjoint.engine.verification import Refused, alike, refuse_failed, some_numbers
 from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
 from adjoint.hf.call import LABEL_INPUTS, Call
 from adjoint.hf.head import Output, head_output, summed_loss, vocab_size_of
-from adjoint.hf.model_parts import MODEL_ERRORS, current_weights, forward_parameters
+from adjoint.hf.model_parts import MODEL_ERRORS, current_weights, forward_parameters, original_class
 from adjoint.hf.verify.trial_copy import HALF_DTYPES, in_eval_mode
 from adjoint.loss import tokens_per_slice
 
@@ -77,7 +77,8 @@ def refuse_unsummable_loss(call: Call, function: Callable[..., Tensor], padded: 
     except MODEL_ERRORS as error:
         if isinstance(error, Refused):
             raise
-        check.refuse(call.model, f"{loss.subject} {NO_SUM}", cause=error)
+        name = original_class(call.model).__name__
+        refuse_failed(name, f"{loss.subject} {NO_SUM}", check.ALTERNATIVE, error)
 
 
 def refuse_loss_of_own_forward(call: Call) -> None:
