@@ -6,7 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from adjoint.engine import tile
 from adjoint.engine.autocast import CastWeights, FusedGradientAccumulation
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.module_structure import structure_of, tensors_of
+from adjoint.engine.module_structure import runs_only_our_code, structure_of, tensors_of
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
 from adjoint.errors import UserError
@@ -83,6 +83,8 @@ class Stage(abc.ABC):
         precisions: dtypes that it computes in, besides those of its parameters.
         is_loss: whether its output is a chunk's summed loss, and its backward needs the loss's cotangent
             alone.
+        reads_only_listed: whether its tiles are known to read no trainable tensors but its `parameters`.
+        adds_to_input: whether its output is its input plus what `forward_increment` returns.
     """
 
     @property
@@ -111,6 +113,14 @@ class Stage(abc.ABC):
 
     @property
     def is_loss(self) -> bool:
+        return False
+
+    @property
+    def reads_only_listed(self) -> bool:
+        return False
+
+    @property
+    def adds_to_input(self) -> bool:
         return False
 
     @property
@@ -143,6 +153,10 @@ class Stage(abc.ABC):
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Return the output and the new state. The engine calls it with gradients off."""
 
+    def forward_increment(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Return what `forward` would add to x, and the new state; only where `adds_to_input`."""
+        raise NotImplementedError(f"{type(self).__name__} does not add to its input")
+
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Run `forward` of a chunk again for its state; a last stage may leave out the loss."""
         return self.forward(x, state, chunk)
@@ -161,6 +175,9 @@ class Stage(abc.ABC):
     ) -> tuple[Tensor, State, Pullback]:
         """Run `linearize` for its pullback alone: the output may be anything of its shape."""
         return self.linearize(x, state, chunk, gradients)
+
+    def end_forward(self) -> None:  # noqa: B027 - only some stages keep anything
+        """Drop what can be made again: all layers' forwards come before this stage's backward."""
 
     def end_backward(self) -> None:  # noqa: B027 - only some stages keep anything
         """Drop what is kept from tile to tile: no other tile of this backward will run."""
@@ -330,10 +347,22 @@ class Layer(Stage):
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.block.named_modules()
 
+    @functools.cached_property
+    def reads_only_listed(self) -> bool:
+        return runs_only_our_code(self.block)
+
+    @functools.cached_property
+    def adds_to_input(self) -> bool:
+        block = self.block
+        return is_untouched(block, Block) and block.mlp is None and block.tensor_group is None
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self._run(
-            x, state, chunk, self.casts.cast_weights(self.block, x.device), contextlib.nullcontext()
-        )
+        return self._run(x, state, chunk, self.casts.cast_weights(self.block, x.device))
+
+    def forward_increment(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        assert isinstance(self.block, Block)
+        casts = self.casts.cast_weights(self.block, x.device)
+        return self._run(x, state, chunk, casts, block=self.block.mixed)
 
     def _run(
         self,
@@ -341,8 +370,10 @@ class Layer(Stage):
         state: State,
         chunk: Batch,
         weights: dict[Tensor, Tensor],
-        context: contextlib.AbstractContextManager[Any],
+        context: contextlib.AbstractContextManager[Any] | None = None,
+        block: Callable[..., Any] | None = None,
     ) -> Any:
+        context, block = context or contextlib.nullcontext(), block or self.block
         state = tile.reset_rows(state, chunk.starts_document)
         inputs = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
@@ -351,7 +382,7 @@ class Layer(Stage):
 
         def run(*inputs: Any) -> Any:
             with context, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
-                return self.block(*inputs, **all_tokens)
+                return block(*inputs, **all_tokens)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return run(*inputs)
@@ -375,7 +406,7 @@ class Layer(Stage):
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             weights = dict(zip(trained, leaves, strict=True))
             summed = {weights[p]: p for p in casts if p in weights}
-            context = FusedGradientAccumulation(summed, gradients) if summed else contextlib.nullcontext()
+            context = FusedGradientAccumulation(summed, gradients) if summed else None
             return self._run(x, state, chunk, {**casts, **weights}, context)
 
         return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])
@@ -385,6 +416,9 @@ class Layer(Stage):
     ) -> tuple[Tensor, State, Pullback]:
         with unread(self._last_product):
             return self.linearize(x, state, chunk, gradients)
+
+    def end_forward(self) -> None:
+        self.casts.drop()
 
     def end_backward(self) -> None:
         self.casts.drop()

@@ -313,7 +313,8 @@ class ChunkedStep:
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
         connections, spec = self.distribution.connections(grid), self.spec
         if not self.has_backward:
-            spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, attention_bytes=0))
+            storage = dataclasses.replace(spec.storage, attention_bytes=0, increments=0)
+            spec = dataclasses.replace(spec, storage=storage)
         return Executor(self.stages, grid, batch, spec, self.width, gradients, connections)
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:

@@ -87,15 +87,21 @@ class Block(nn.Module):
             seqlen: of a block that is split over `tensor_group`, the number of tokens that the ranks have
                 together. None: y has all tokens on each rank, as windows need them.
         """
-        documents = () if seq_idx is None else (seq_idx,)
         if self.tensor_group is None or seqlen is None:
-            mixed, state = self.mixer(self.mixer_input(y), state, *documents)
+            mixed, state = self.mixed(y, state, seq_idx)
         else:
             x, is_complete = self.norm(y), not self._has_split_mixer
+            documents = () if seq_idx is None else (seq_idx,)
             mixed, state = self._on_all_tokens(
                 lambda x: self.mixer(x, state, *documents), x, seqlen, is_complete
             )
         return self.feed_forward(mixed, y, seqlen), state
+
+    def mixed(self, y: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        """Return the mixer's output, which a block without an MLP adds to y, and the new state."""
+        documents = () if seq_idx is None else (seq_idx,)
+        mixed, state = self.mixer(self.mixer_input(y), state, *documents)
+        return mixed, state
 
     def mixer_input(self, y: Tensor) -> Tensor:
         """Return the mixer's input on all tokens, from y with all tokens."""
