@@ -74,6 +74,10 @@ class Sizes:
     weights: float = math.inf
     has_attention: bool = False
 
+    def without_increments(self) -> Sizes:
+        """Return the sizes of a model whose layers' outputs are stored whole, as recorded tiles write them."""
+        return dataclasses.replace(self, increment=math.inf)
+
     def of_part(self, share: float) -> Sizes:
         """Return the sizes of a shard with such a share of the layers."""
         return dataclasses.replace(

@@ -354,6 +354,7 @@ class Executor(TileValues):
         if self.host and k and self.grid.first_of_segment(k):
             self.store["y", k - 1, c] = self.put_on_host(x)
         if k == self.grid.stages - 1:
+            assert isinstance(y, Tensor)
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y

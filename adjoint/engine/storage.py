@@ -368,7 +368,8 @@ class Increment:
     """
 
     def __init__(self, below: Tensor | Increment, added: Tensor, total: Tensor) -> None:
-        self.below, self.added, self._total = below, added, total
+        self.below, self.added = below, added
+        self._total: Tensor | None = total
         self.in_a_row: int = 1 + (below.in_a_row if isinstance(below, Increment) else 0)
 
     def read(self) -> Tensor:
