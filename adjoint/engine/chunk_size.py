@@ -75,7 +75,7 @@ class Sizes:
     has_attention: bool = False
 
     def without_increments(self) -> Sizes:
-        """Return the sizes of a model whose layers' outputs are stored whole, as recorded tiles write them."""
+        """Return the sizes of a model whose layers' outputs are stored whole, as by recorded tiles."""
         return dataclasses.replace(self, increment=math.inf)
 
     def of_part(self, share: float) -> Sizes:

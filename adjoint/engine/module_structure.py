@@ -17,7 +17,7 @@ OURS = "adjoint.layers.", "torch.nn.modules."  # modules of the classes whose co
 
 
 def runs_only_our_code(module: nn.Module) -> bool:
-    """Whether no code of the user's runs in a module, so that it reads no trainable tensor but its parameters.
+    """Whether no code of the user's runs in a module: it reads no trainable tensors but its parameters.
 
     No class of theirs, hook, parametrization or replaced method is in it, and no tensor beside its own."""
     for submodule in module.modules():

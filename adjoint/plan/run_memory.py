@@ -120,7 +120,7 @@ class Setup:
 
     @property
     def stored_output(self) -> int:
-        """Bytes per token of what the forward stores of a layer's output (`Storage.increments`), on average."""
+        """Average bytes per token that the forward stores of a layer's output (`Storage.increments`)."""
         increments, y = self.spec.storage.increments, self.y(1)
         half = 2 * self.batch * self.model.d_model
         return round((y + increments * min(y, half)) / (1 + increments))

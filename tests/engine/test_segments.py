@@ -462,16 +462,14 @@ def test_a_smaller_budget_has_shorter_chunks() -> None:
     assert chunks[0] < chunks[1] < chunks[-1]
 
 
-# --------------------------------------------------------------------- inputs stored as what layers add to them
+# ------------------------------------------------------------------ inputs stored as what layers add to them
 
 WITHOUT_MLP = {"mixer": ["mamba2", "mamba", "attention", "mamba", "gated_deltanet"], "n_layer": 5}
 
 
 def picked(monkeypatch: pytest.MonkeyPatch, *segments: int) -> Exact:
     """Let a method without options have these chunks and segments, as on a GPU; return it."""
-    monkeypatch.setattr(
-        "adjoint.stack.chunked.segments_on", lambda *args, **options: SegmentSize(*segments)
-    )
+    monkeypatch.setattr("adjoint.stack.chunked.segments_on", lambda *args, **options: SegmentSize(*segments))
     return Exact(share_prefixes=False)
 
 

@@ -50,6 +50,16 @@ class _Args(ctypes.Structure):
                 vars(self)[name] = x
                 setattr(self, name, x.data_ptr())
 
+    def set_channels(self, width: int, **tensors: Tensor | None) -> None:
+        """Set (…, width) tensors as rows with a stride each, in place where the strides allow it."""
+        for name, x in tensors.items():
+            if x is not None:
+                rows = x.reshape(-1, width)
+                rows = rows if rows.stride(1) == 1 else rows.contiguous()
+                vars(self)[name] = rows
+                setattr(self, name, rows.data_ptr())
+                setattr(self, f"{name}_stride", rows.stride(0))
+
 
 class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
     _fields_ = [
@@ -113,6 +123,14 @@ class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
         *((name, _I64) for name in ("x_stride", "residual_stride", "gate_stride")),
         *((name, _PTR) for name in ("dy", "ds", "dx", "dgate", "dweight")),
         *((name, _I64) for name in ("dy_stride", "ds_stride")),
+    ]
+
+
+class _SwigluArgs(_Args):  # mirrors SwigluArgs in swiglu.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "width", "threads")),
+        *((name, _PTR) for name in ("gate", "value", "d", "y", "d_gate", "d_value")),
+        *((name, _I64) for name in ("gate_stride", "value_stride", "d_stride")),
     ]
 
 
@@ -631,13 +649,7 @@ def _norm_args(group_size: int, x: Tensor, **tensors: Tensor | None) -> _NormArg
     width = x.shape[-1]
     count = x.numel() // width
     args = _NormArgs(count, width, group_size, _threads(count, 4 * x.numel()))
-    for name, tensor in {"x": x, **tensors}.items():
-        if tensor is not None:
-            rows = tensor.reshape(-1, width)
-            rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            vars(args)[name] = rows
-            setattr(args, name, rows.data_ptr())
-            setattr(args, f"{name}_stride", rows.stride(0))
+    args.set_channels(width, x=x, **tensors)
     return args
 
 
@@ -666,3 +678,26 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset
     args.set_pointers(weight=scales, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
     _function("norm", s.dtype)(ctypes.byref(args), 1)
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
+
+
+def _swiglu_args(gate: Tensor, **tensors: Tensor) -> _SwigluArgs:
+    width = gate.shape[-1]
+    count = gate.numel() // width
+    args = _SwigluArgs(count, width, _threads(count, 4 * gate.numel()))
+    args.set_channels(width, gate=gate, **tensors)
+    return args
+
+
+def swiglu_forward(gate, value):
+    y, args = gate.new_empty(gate.shape), _swiglu_args(gate, value=value)
+    args.set_pointers(y=y)
+    _function("swiglu", gate.dtype)(ctypes.byref(args), 0)
+    return (y,)
+
+
+def swiglu_backward(d, gate, value, in_place=False):
+    d_gate, d_value = d if in_place else gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    args = _swiglu_args(gate, value=value, d=d)
+    args.set_pointers(d_gate=d_gate, d_value=d_value)
+    _function("swiglu", gate.dtype)(ctypes.byref(args), 1)
+    return d_gate, d_value
