@@ -18,7 +18,6 @@ from adjoint.kernels.swiglu import swiglu, swiglu_backward_
 from adjoint.kernels.swiglu.reference import swiglu_backward
 from adjoint.kernels.unread import is_unread, unread_result
 
-
 MIN_ELEMENTS_ON_CPU = 1 << 15  # of fewer one pass saves less than a call of the operator costs
 
 
