@@ -19,7 +19,7 @@ from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.module_structure import runs_only_our_code, structure_of, tensors_of
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
+from adjoint.engine.tile import Cotangents, Gradients, Pullback, Tape, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import has_hooks_on_result, is_untouched
 from adjoint.kernels.unread import unread
@@ -398,6 +398,16 @@ class Layer(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
+        return self._linearize(x, state, chunk, gradients)
+
+    def _linearize(
+        self,
+        x: Tensor,
+        state: State,
+        chunk: Batch,
+        gradients: Gradients,
+        block: Callable[..., Any] | None = None,
+    ) -> tuple[Tensor, State, Tape]:
         trained, casts = (
             [p for p in self._parameters if p.requires_grad],
             self.casts.cast_weights(self.block, x.device),
@@ -407,15 +417,25 @@ class Layer(Stage):
             weights = dict(zip(trained, leaves, strict=True))
             summed = {weights[p]: p for p in casts if p in weights}
             context = FusedGradientAccumulation(summed, gradients) if summed else None
-            return self._run(x, state, chunk, {**casts, **weights}, context)
+            return self._run(x, state, chunk, {**casts, **weights}, context, block)
 
         return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])
 
     def linearize_again(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        with unread(self._last_product):
-            return self.linearize(x, state, chunk, gradients)
+        product = self._last_product
+        with unread(product):
+            if product is None or not self.adds_to_input:
+                return self.linearize(x, state, chunk, gradients)
+            assert isinstance(self.block, Block)
+            _, after, tape = self._linearize(x, state, chunk, gradients, self.block.mixed)
+
+        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            dx, d_before = tape(dy, dstate)
+            return (dy if dx is None else dx if dy is None else dx + dy), d_before
+
+        return x, after, Tape(pullback, tape.leaves)
 
     def end_forward(self) -> None:
         self.casts.drop()

@@ -140,7 +140,15 @@ def test_the_operator_of_attention_to_the_past(
 def test_the_product_that_is_added(dtype: torch.dtype, layout: str | None) -> None:
     shapes = ((5, 3), torch.float32), ((5, 7), dtype), ((7, 3), dtype)
     given = [lay(torch.randn(shape).to(of), layout) for shape, of in shapes]
-    torch.library.opcheck(torch.ops.adjoint.add_product, tuple(given), test_utils=CHECKS)
+    for overwrites in (False, True):
+        torch.library.opcheck(torch.ops.adjoint.add_product, (*given, overwrites), test_utils=CHECKS)
+    (total, a, b), nothing = given, torch.full((5, 3), torch.nan)
+    torch.ops.adjoint.add_product(nothing, a, b, True)
+    torch.testing.assert_close(nothing, (a @ b).float())
+    if layout != "expanded":
+        expected = total + a @ b
+        torch.ops.adjoint.add_product(total, a, b, False)
+        torch.testing.assert_close(total, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
