@@ -133,6 +133,8 @@ def sizes_of_stack(
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
     all_states = states * config.n_layer / max(len(blocks), 1)
     sizes = sizes_of_layers(config, element, all_states, recompute, weights_on_host)
+    if not all(getattr(block, "adds_mixer_alone", False) for block in blocks):
+        sizes = sizes.without_increments()
     return dataclasses.replace(sizes, weights=sum(p.nbytes for p in model.parameters()))
 
 
@@ -263,9 +265,9 @@ def segments_for(
         needed = inputs / layers + layers * of_layer
         is_better = layers < sizes.layers and (needed < one_segment or size >= 2 * chunk_of_one)
         saved = inputs * (1 - sizes.increment / sizes.stream) if sizes.increment < sizes.stream else 0.0
-        in_a_row = math.ceil(saved / (WHOLE_INPUTS * of_layer))
-        if saved and inputs - saved + saved / in_a_row + of_layer <= limit_of_increments:
-            return SegmentSize(size, 1, in_a_row - 1)
+        room_for_whole = min(WHOLE_INPUTS * of_layer, limit_of_increments - (inputs - saved) - of_layer)
+        if saved and room_for_whole >= saved / sizes.layers:
+            return SegmentSize(size, 1, math.ceil(saved / room_for_whole) - 1)
         if needed <= limit:
             return SegmentSize(size, layers) if is_better else None
         shortest = SegmentSize(size, layers) if is_better else shortest

@@ -181,7 +181,7 @@ class Executor(TileValues):
         for slab in itertools.chain.from_iterable(self.slabs.values()):
             slab.begin_graph_task(task)
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
-        self.scale, self.grid = scale, grid or self.grid
+        self.scale, self.grid, self.is_last_backward = scale, grid or self.grid, is_last
         self.gradients.begin_backward(scale)
         self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted
         if self.head_gradients is not None and scale is not None:
@@ -492,6 +492,8 @@ class Executor(TileValues):
         d_after = self.exchange.cotangents(self, k, c)
         dx, d_before = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_after)
         del d_after
+        if self.is_last_backward:  # a tape that the forward kept has left its input for another backward
+            self.store.pop(("y", k - 1, c), None)
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)

@@ -353,8 +353,7 @@ class Layer(Stage):
 
     @functools.cached_property
     def adds_to_input(self) -> bool:
-        block = self.block
-        return is_untouched(block, Block) and block.mlp is None and block.tensor_group is None
+        return isinstance(self.block, Block) and self.block.adds_mixer_alone
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self._run(x, state, chunk, self.casts.cast_weights(self.block, x.device))

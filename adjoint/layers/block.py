@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import State
+from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.collectives import (
     copy_to_ranks,
     gather_tokens,
@@ -62,6 +63,12 @@ class Block(nn.Module):
             self.norm2 = RMSNorm(config.d_model, config.norm_eps, to_linear=True)
             activation = config.mlp_activations[layer]
             self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias, activation)
+
+    @property
+    def adds_mixer_alone(self) -> bool:
+        """Whether a call returns y + `mixed` and runs nothing else: no MLP, ranks, hooks or compiled code."""
+        is_plain = is_untouched(self, Block) and self._compiled_call_impl is None
+        return is_plain and self.mlp is None and self.tensor_group is None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
