@@ -27,6 +27,8 @@ from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import places_of
 from adjoint.layers.mlp import GatedMLP
 
+BlockCall = Callable[..., tuple[Tensor, State]]  # (x, state) or (x, state, seq_idx) → (y, state)
+
 
 class Handoff(abc.ABC):
     """A recurrent tensor of a state that other ranks have: it crosses chunk edges while the tile runs.
@@ -369,9 +371,9 @@ class Layer(Stage):
         state: State,
         chunk: Batch,
         weights: dict[Tensor, Tensor],
-        context: contextlib.AbstractContextManager[Any] | None = None,
-        block: Callable[..., Any] | None = None,
-    ) -> Any:
+        context: contextlib.AbstractContextManager[object] | None = None,
+        block: BlockCall | None = None,
+    ) -> tuple[Tensor, State]:
         context, block = context or contextlib.nullcontext(), block or self.block
         state = tile.reset_rows(state, chunk.starts_document)
         inputs = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
@@ -405,7 +407,7 @@ class Layer(Stage):
         state: State,
         chunk: Batch,
         gradients: Gradients,
-        block: Callable[..., Any] | None = None,
+        block: BlockCall | None = None,
     ) -> tuple[Tensor, State, Tape]:
         trained, casts = (
             [p for p in self._parameters if p.requires_grad],

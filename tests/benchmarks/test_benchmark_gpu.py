@@ -297,7 +297,7 @@ def test_a_comparison_on_a_simulated_gpu() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for the device guard's stand-in")
 def test_a_stack_takes_no_more_operations_launches_and_memory_than_checkpointing() -> None:
-    """With the widths of mamba-1.27b, where 16K tokens are one chunk."""
+    """A stack with the widths of mamba-1.27b, where 16K tokens are one chunk."""
     model = points.LARGE | {"n_layer": 16}
     precision = points.precision_of(model, "bfloat16")
     results = {}

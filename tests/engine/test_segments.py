@@ -428,9 +428,9 @@ def test_increments_are_picked_where_they_are_narrower(seqlen: int) -> None:
     assert picked is not None
     assert picked[:2] == (min(seqlen, LONGEST_GPU_CHUNK), 1)
     inputs, tape = 48 * seqlen * 8192, 2.76e6 / 48
-    whole = inputs / 2 / (1 + picked.increments)
-    assert whole <= WHOLE_INPUTS * picked.chunk_size * tape
-    assert inputs / 2 + whole + picked.chunk_size * tape <= SHARE_OF_CHECKPOINTING * (inputs + seqlen * tape)
+    excess = inputs / 2 / (1 + picked.increments)
+    assert excess <= WHOLE_INPUTS * picked.chunk_size * tape
+    assert inputs / 2 + excess + picked.chunk_size * tape <= SHARE_OF_CHECKPOINTING * (inputs + seqlen * tape)
     of_recordings = segments_for(MAMBA_LARGE.without_increments(), 1, seqlen, "cuda", 80e9)
     assert of_recordings is not None
     assert of_recordings.layers > 1
@@ -498,10 +498,10 @@ def test_increments_give_the_same_bits_as_inputs_stored_whole(
             values += [grad for p in model.parameters() if (grad := p.grad) is not None]
         return values
 
-    whole = gradients_with(Exact(8, segment_layers=1, share_prefixes=False))
+    expected = gradients_with(Exact(8, segment_layers=1, share_prefixes=False))
     assert max(stored) == 0
     incremented = gradients_with(picked(monkeypatch, 8, 1, increments))
-    assert all(torch.equal(a, b) for a, b in zip(whole, incremented, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, incremented, strict=True))
     narrow = [k for k in range(4) if k % (increments + 1) < increments]  # the head has read the last one's
     assert max(stored) == 8 * len(narrow)
 

@@ -15,7 +15,7 @@ def swiglu(
     halves, d = draw.normal(2, draw.seqlen, 96), draw.normal(2, draw.seqlen, 48)
     gate, value = halves.chunk(2, dim=-1)
     results = implementation.forward(gate, value) + backward(d, gate, value)
-    whole = gate.contiguous(), value.contiguous()
-    in_place = implementation.forward(*whole) + backward(d.clone(), *whole, True)
+    factors = gate.contiguous(), value.contiguous()
+    in_place = implementation.forward(*factors) + backward(d.clone(), *factors, True)
     names = "y d_gate d_value"
-    return by_name(names, results) | by_name(" ".join(f"whole_{n}" for n in names.split()), in_place)
+    return by_name(names, results) | by_name(" ".join(f"contiguous_{n}" for n in names.split()), in_place)
