@@ -376,8 +376,9 @@ class Executor(TileValues):
         k, c, unlisted = t.stage, t.chunk, self.gradients.unlisted_leaves
         y: Tensor | None = None
         after: State = ()
-        looks_for_unlisted = unlisted.open and c + 1 == self.grid.chunks and not stage.reads_only_listed
-        if t.kind == "linearize" or looks_for_unlisted:
+        if t.kind == "linearize" or (
+            unlisted.open and c + 1 == self.grid.chunks and not stage.reads_only_listed
+        ):
             # a tape that is dropped adds nothing
             sums = self._sums_of(t) if t.kind == "linearize" else Gradients(unlisted)
             inputs = x, state, chunk, sums

@@ -5,6 +5,7 @@ saves."""
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -50,15 +51,8 @@ class _Args(ctypes.Structure):
                 vars(self)[name] = x
                 setattr(self, name, x.data_ptr())
 
-    def set_channels(self, width: int, **tensors: Tensor | None) -> None:
-        """Set (…, width) tensors as rows with a stride each, in place where the strides allow it."""
-        for name, x in tensors.items():
-            if x is not None:
-                rows = x.reshape(-1, width)
-                rows = rows if rows.stride(1) == 1 else rows.contiguous()
-                vars(self)[name] = rows
-                setattr(self, name, rows.data_ptr())
-                setattr(self, f"{name}_stride", rows.stride(0))
+
+_ArgsOfRows = TypeVar("_ArgsOfRows", bound=_Args)
 
 
 class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
@@ -644,12 +638,23 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     return tuple(gradients)
 
 
-def _norm_args(group_size: int, x: Tensor, **tensors: Tensor | None) -> _NormArgs:
-    """The fields of x and other (…, width) tensors as rows, in place where the strides allow it."""
-    width = x.shape[-1]
-    count = x.numel() // width
-    args = _NormArgs(count, width, group_size, _threads(count, 4 * x.numel()))
-    args.set_channels(width, x=x, **tensors)
+def _channel_args(kind: type[_ArgsOfRows], *sizes: int, **tensors: Tensor | None) -> _ArgsOfRows:
+    """Arguments with (…, width) tensors as rows with a stride each, in place where the strides allow it.
+
+    Args:
+        sizes: those between the width and the number of threads. tensors: by field, the first not None."""
+    first = next(iter(tensors.values()))
+    assert first is not None
+    width = first.shape[-1]
+    count = first.numel() // width
+    args = kind(count, width, *sizes, _threads(count, 4 * first.numel()))
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            rows = tensor.reshape(-1, width)
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            vars(args)[name] = rows
+            setattr(args, name, rows.data_ptr())
+            setattr(args, f"{name}_stride", rows.stride(0))
     return args
 
 
@@ -662,7 +667,7 @@ def _norm_weight(x: Tensor, weight: Tensor | None, offset: float) -> Tensor:
 def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0.0):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
     s = None if residual is None else x.new_empty(x.shape)
-    args = _norm_args(group_size, x, gate=gate, residual=residual)
+    args = _channel_args(_NormArgs, group_size, x=x, gate=gate, residual=residual)
     args.eps = eps
     scales = weight if weight is not None and not offset else _norm_weight(x, weight, offset)
     args.set_pointers(weight=scales, rstd=rstd, y=y, s=s)
@@ -671,7 +676,7 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0
 
 
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset=0.0):
-    args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
+    args = _channel_args(_NormArgs, group_size, x=s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     scales = weight if weight is not None and not offset else _norm_weight(s, weight, offset)
@@ -680,16 +685,8 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
 
 
-def _swiglu_args(gate: Tensor, **tensors: Tensor) -> _SwigluArgs:
-    width = gate.shape[-1]
-    count = gate.numel() // width
-    args = _SwigluArgs(count, width, _threads(count, 4 * gate.numel()))
-    args.set_channels(width, gate=gate, **tensors)
-    return args
-
-
 def swiglu_forward(gate, value):
-    y, args = gate.new_empty(gate.shape), _swiglu_args(gate, value=value)
+    y, args = gate.new_empty(gate.shape), _channel_args(_SwigluArgs, gate=gate, value=value)
     args.set_pointers(y=y)
     _function("swiglu", gate.dtype)(ctypes.byref(args), 0)
     return (y,)
@@ -697,7 +694,7 @@ def swiglu_forward(gate, value):
 
 def swiglu_backward(d, gate, value, in_place=False):
     d_gate, d_value = d if in_place else gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    args = _swiglu_args(gate, value=value, d=d)
+    args = _channel_args(_SwigluArgs, gate=gate, value=value, d=d)
     args.set_pointers(d_gate=d_gate, d_value=d_value)
     _function("swiglu", gate.dtype)(ctypes.byref(args), 1)
     return d_gate, d_value
