@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint import Exact
+from adjoint.batch import Batch
 from adjoint.engine import chunk_size
 from adjoint.engine.budget import RESERVED_CPU, measurements_of
 from adjoint.engine.chunk_size import (
@@ -29,6 +30,8 @@ from adjoint.engine.chunk_size import (
     segments_for,
 )
 from adjoint.engine.executor import Executor
+from adjoint.engine.layer_run import LayerRun
+from adjoint.engine.stage import Layer
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Increment
 from adjoint.errors import UserError
@@ -511,6 +514,20 @@ def test_nothing_is_stored_as_increments_that_are_no_narrower(monkeypatch: pytes
     model = ModelOfEitherKind("stack", stack)
     expected = model.results(None, model.inputs(ids, ids))
     same(model.results(picked(monkeypatch, 8, 1, 3), model.inputs(ids, ids)), expected)
+
+
+def test_weights_casts_are_made_again_after_the_forward_has_dropped_them() -> None:
+    stack = make_model("mamba2").float()
+    layers = [stage for stage in stack.stages()[1:-1] if isinstance(stage, Layer)]
+    run, x = LayerRun(layers), torch.randn(2, 9, stack.config.d_model)
+    state = tuple(s.float() for states in stack.initial_state(2) for s in states)
+    chunk = Batch(torch.zeros(2, 9, dtype=torch.long), None)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, _ = run.forward(x, state, chunk)
+        assert all(layer.casts.nbytes for layer in layers)
+        run.end_forward()
+        assert not any(layer.casts.nbytes for layer in layers)
+        assert torch.equal(run.forward(x, state, chunk)[0], y)
 
 
 def test_a_layer_s_last_product_is_computed_once_with_increments(monkeypatch: pytest.MonkeyPatch) -> None:
