@@ -37,6 +37,11 @@ SMALL_SHARE = 1 / 256  # of a GPU's memory: a chunk that takes no more is not sh
 # checkpointing's activations take; longer ones save little time.
 SHARE_OF_CHECKPOINTING = 0.8
 MOST_OF_MEMORY = 1 / 4  # of a GPU's memory, for segments' inputs and a chunk's tape
+# Bytes of weights that training holds for each one of a parameter: it, its gradient, two of AdamW's.
+STEP_OF_WEIGHTS = 4
+# Layers' inputs that are stored whole, to which increments are added, may take so many times the activations
+# of a layer on a chunk: more of them save additions.
+WHOLE_INPUTS = 2
 # Outputs of attention that are not computed again may take such a share of the activations.
 ATTENTION_SHARE = 0.25
 
@@ -53,6 +58,8 @@ class Sizes:
         weights_on_host: whether each chunk copies the weights to the device.
         layers: number of layers that a segment could end after; 1 if the model is not divided.
         stream: bytes per token of what a layer hands to the next.
+        increment: bytes per token of what it adds to that, if this is stored apart (`storage.Increment`).
+        weights: bytes of the parameters.
         has_attention: whether any layer's state grows with the sequence.
     """
 
@@ -63,7 +70,13 @@ class Sizes:
     weights_on_host: bool = False
     layers: int = 1
     stream: float = 0.0
+    increment: float = math.inf
+    weights: float = math.inf
     has_attention: bool = False
+
+    def without_increments(self) -> Sizes:
+        """Return the sizes of a model whose layers' outputs are stored whole, as by recorded tiles."""
+        return dataclasses.replace(self, increment=math.inf)
 
     def of_part(self, share: float) -> Sizes:
         """Return the sizes of a shard with such a share of the layers."""
@@ -73,10 +86,11 @@ class Sizes:
 
 
 class SegmentSize(NamedTuple):
-    """Tokens of a chunk, and layers of a segment."""
+    """Tokens of a chunk, layers of a segment, and `Storage.increments`."""
 
     chunk_size: int
     layers: int
+    increments: int = 0
 
 
 class StackLike(Protocol):
@@ -118,7 +132,10 @@ def sizes_of_stack(
     if input_ids.is_cuda and torch.is_autocast_enabled("cuda"):
         element = min(element, torch.get_autocast_dtype("cuda").itemsize)
     all_states = states * config.n_layer / max(len(blocks), 1)
-    return sizes_of_layers(config, element, all_states, recompute, weights_on_host)
+    sizes = sizes_of_layers(config, element, all_states, recompute, weights_on_host)
+    if not all(getattr(block, "adds_mixer_alone", False) for block in blocks):
+        sizes = sizes.without_increments()
+    return dataclasses.replace(sizes, weights=sum(p.nbytes for p in model.parameters()))
 
 
 def sizes_of_layers(
@@ -139,6 +156,7 @@ def sizes_of_layers(
         weights_on_host=weights_on_host,
         layers=layers_at_a_time,
         stream=config.d_model * max(element, 4),  # the residual stream
+        increment=math.inf if config.d_intermediate else config.d_model * element,
         has_attention="attention" in config.mixers,
     )
 
@@ -213,9 +231,11 @@ def segments_for(
     With one segment a chunk's tape has all layers, so chunks must be short. In segments of G layers it has
     1/G of them, and the forward stores each segment's input. Chunks are the longest with which that takes
     `SHARE_OF_CHECKPOINTING` and `MOST_OF_MEMORY` at most, or that share of a budget; segments have as many
-    layers as then take the least memory. One segment is better on a CPU, which short chunks keep busy; where
-    a batch fits into one small chunk, of which nothing is computed again; and in sequences so long that
-    segments take more memory than one, and their chunks are not twice as long.
+    layers as then take the least memory. Of several layers all but the last are computed again as a whole,
+    with the product that is added to the stream; where that product can be stored in its place
+    (`Sizes.increment`), segments have one layer. One segment is better on a CPU, which short chunks keep
+    busy; where a batch fits into one small chunk, of which nothing is computed again; and in sequences so
+    long that segments take more memory than one, and their chunks are not twice as long.
 
     Args:
         batch, seqlen, device, memory: as in `chunk_size_for`.
@@ -230,17 +250,24 @@ def segments_for(
     inputs, tape = sizes.layers * tokens * sizes.stream, sizes.bytes_per_token / sizes.layers
     chunk_of_one = chunk_size_for(sizes, batch, seqlen, device, memory)
     one_segment = chunk_of_one * batch * sizes.bytes_per_token
-    checkpointing = inputs + tokens * tape
-    limit = SHARE_OF_CHECKPOINTING * (checkpointing if budget is None else budget)
-    limit = min(limit, MOST_OF_MEMORY * memory) if budget is None else limit
+    share = SHARE_OF_CHECKPOINTING * (inputs + tokens * tape if budget is None else budget)
+    limit, limit_of_increments = (
+        min(share, math.inf if budget is not None else most)
+        for most in (MOST_OF_MEMORY * memory, (memory - STEP_OF_WEIGHTS * sizes.weights) / 2)
+    )
     shortest: SegmentSize | None = None
     for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
         size = -(-seqlen // (chunks * 256)) * 256
         if size * batch > LONGEST_GPU_CHUNK and size > 256:
             continue
-        layers = max(1, min(round((inputs / (size * batch * tape)) ** 0.5), sizes.layers))
-        needed = inputs / layers + layers * size * batch * tape
+        of_layer = size * batch * tape
+        layers = max(1, min(round((inputs / of_layer) ** 0.5), sizes.layers))
+        needed = inputs / layers + layers * of_layer
         is_better = layers < sizes.layers and (needed < one_segment or size >= 2 * chunk_of_one)
+        saved = inputs * (1 - sizes.increment / sizes.stream) if sizes.increment < sizes.stream else 0.0
+        room_for_whole = min(WHOLE_INPUTS * of_layer, limit_of_increments - (inputs - saved) - of_layer)
+        if saved and room_for_whole >= saved / sizes.layers:
+            return SegmentSize(size, 1, math.ceil(saved / room_for_whole) - 1)
         if needed <= limit:
             return SegmentSize(size, layers) if is_better else None
         shortest = SegmentSize(size, layers) if is_better else shortest

@@ -21,7 +21,7 @@ from adjoint.engine.grid import EngineSpec, Grid, Key, Tile, TileKind
 from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Recv, Run, Send
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import ChunkLosses
+from adjoint.engine.storage import ChunkLosses, Increment, compact
 from adjoint.engine.threads import sleep_while_waiting, subnormals_are_zero
 from adjoint.engine.tile import Cotangents, Gradients, Windowed
 from adjoint.engine.tile_values import TileValues
@@ -140,6 +140,7 @@ class Executor(TileValues):
         self.norms, self.recomputed_norms = ChunkLosses(grid.stages), ChunkLosses(grid.stages)
         self.compared_chunk = max(0, grid.chunks - 2)
         self.late_states: dict[int, State] = {}  # of that chunk, by stage, until it has been pulled back
+        self.increments = 0 if self.host or self.transport is not None else spec.storage.increments
         self.gradients = Gradients() if gradients is None else gradients
         self.head_gradients: Gradients | None = None
         self.head_is_unscaled = False
@@ -354,10 +355,14 @@ class Executor(TileValues):
         if self.host and k and self.grid.first_of_segment(k):
             self.store["y", k - 1, c] = self.put_on_host(x)
         if k == self.grid.stages - 1:
+            assert isinstance(y, Tensor)
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
             self._note_norm(self.norms, k, c, after)
+        is_stored = self.grid.stores_inputs and self.transport is None and self.device.type == "cuda"
+        if is_stored and c + 1 == self.grid.chunks:
+            stage.end_forward()
 
     def _note_norm(self, norms: ChunkLosses, k: int, c: int, after: State) -> None:
         """Note the norm of the last layer's state in a segment, by which a recomputed one is compared."""
@@ -367,12 +372,14 @@ class Executor(TileValues):
 
     def _run_forward(
         self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor | Increment, State]:
         """Return the stage's output and new state; store the tape of a linearize tile."""
         k, c, unlisted = t.stage, t.chunk, self.gradients.unlisted_leaves
         y: Tensor | None = None
         after: State = ()
-        if t.kind == "linearize" or (unlisted.open and c + 1 == self.grid.chunks):
+        if t.kind == "linearize" or (
+            unlisted.open and c + 1 == self.grid.chunks and not stage.reads_only_listed
+        ):
             # a tape that is dropped adds nothing
             sums = self._sums_of(t) if t.kind == "linearize" else Gradients(unlisted)
             inputs = x, state, chunk, sums
@@ -386,7 +393,14 @@ class Executor(TileValues):
         if y is not None:
             return y, after
         with torch.no_grad():
-            return stage.forward(x, state, chunk)
+            if not (self.increments and k and stage.adds_to_input):
+                return stage.forward(x, state, chunk)
+            below = self.store["y", k - 1, c]
+            added, after = stage.forward_increment(x, state, chunk)
+            total, added = x + added, compact(added)
+            is_narrower = added.nbytes < total.nbytes and added.shape == x.shape
+            is_whole = isinstance(below, Increment) and below.in_a_row >= self.increments
+            return (Increment(below, added, total) if is_narrower and not is_whole else total), after
 
     def _sums_of(self, t: Tile) -> Gradients:
         """Return the sums to which a tile's backward adds."""

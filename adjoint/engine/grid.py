@@ -95,6 +95,8 @@ class Storage:
         memory: budget, in bytes or "auto", for as many `tapes` as fit; for one process.
         prefer_single_chunk: whether the sequence becomes one chunk, the fastest way, if its tape fits in
             `memory`.
+        increments: stages in a row whose outputs are stored as what they add to their inputs, where that
+            takes less memory (`storage.Increment`).
         attention_bytes: bytes for outputs of attention that are not computed again (`AttentionOutputs`).
     """
 
@@ -106,6 +108,7 @@ class Storage:
     memory: float | Literal["auto"] | None = None
     prefer_single_chunk: bool = False
     segment_layers: int | None = 1
+    increments: int = 0
     attention_bytes: float = 0.0
 
 
@@ -139,9 +142,15 @@ class EngineSpec:
         cuts_layers = backward.window is not None or backward.drop_probability > 0
         return cuts_layers or backward.dy_from != "above" or self.storage.keep != "edges"
 
-    def in_segments(self, chunk_size: int, layers: int) -> EngineSpec:
-        """Return the spec with chunks of so many tokens, and segments of so many layers."""
-        storage = dataclasses.replace(self.storage, keep="inputs", segment_layers=layers)
+    def in_segments(self, chunk_size: int, layers: int, increments: int = 0) -> EngineSpec:
+        """Return the spec with chunks of so many tokens, and segments of so many layers.
+
+        Args:
+            increments: as in `Storage`.
+        """
+        storage = dataclasses.replace(
+            self.storage, keep="inputs", segment_layers=layers, increments=increments
+        )
         return dataclasses.replace(self, chunk_size=chunk_size, storage=storage)
 
     def without_tapes(self) -> EngineSpec:

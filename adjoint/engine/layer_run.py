@@ -54,6 +54,10 @@ class LayerRun(Stage):
         return any(stage.fetches for stage in self.stages)
 
     @property
+    def reads_only_listed(self) -> bool:
+        return all(stage.reads_only_listed for stage in self.stages)
+
+    @property
     def precisions(self) -> Set[torch.dtype]:
         return frozenset().union(*(stage.precisions for stage in self.stages))
 
@@ -92,6 +96,10 @@ class LayerRun(Stage):
     def forget(self, start: int) -> None:
         for stage in self.stages:
             stage.forget(start)
+
+    def end_forward(self) -> None:
+        for stage in self.stages:
+            stage.end_forward()
 
     def end_backward(self) -> None:
         for stage in self.stages:

@@ -7,10 +7,29 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
-from adjoint.kernels.checks import computes_as
+from adjoint.kernels.checks import computes_as, is_untouched
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 INDICES = "idx", "index"  # endings of attributes that number a model's layers
+
+
+OURS = "adjoint.layers.", "torch.nn.modules."  # modules of the classes whose code is known
+
+
+def runs_only_our_code(module: nn.Module) -> bool:
+    """Whether no code of the user's runs in a module: it reads no trainable tensors but its parameters.
+
+    No class of theirs, hook, parametrization or replaced method is in it, and no tensor beside its own."""
+    for submodule in module.modules():
+        cls = type(submodule)
+        if not cls.__module__.startswith(OURS) or not is_untouched(submodule, cls):
+            return False
+        if any(buffer is not None and buffer.requires_grad for buffer in submodule._buffers.values()):
+            return False
+        others = (value for key, value in vars(submodule).items() if key not in _OF_MODULES)
+        if any(callable(value) or isinstance(value, Tensor) for value in others):
+            return False
+    return True
 
 
 class _Identity:

@@ -654,9 +654,9 @@ class _SlotGradients(Gradients):
             self.touched.add(parameter)
         return weight_sum
 
-    def _sum_of(self, parameter: Tensor) -> Tensor:
+    def _sum_of(self, parameter: Tensor, has_values: bool = True) -> Tensor:
         self.touched.add(parameter)
-        return super()._sum_of(parameter)
+        return super()._sum_of(parameter, has_values)
 
     def copy_excess(self) -> None:
         """Copy to the slots what rounding has added.

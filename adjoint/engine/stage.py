@@ -6,7 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from adjoint.engine import tile
 from adjoint.engine.autocast import CastWeights, FusedGradientAccumulation
 from adjoint.engine.decay import Decays
 from adjoint.engine.grid import EngineSpec
-from adjoint.engine.module_structure import structure_of, tensors_of
+from adjoint.engine.module_structure import runs_only_our_code, structure_of, tensors_of
 from adjoint.engine.module_tensors import ModuleTensors
-from adjoint.engine.tile import Cotangents, Gradients, Pullback, Windowed
+from adjoint.engine.tile import Cotangents, Gradients, Pullback, Tape, Windowed
 from adjoint.errors import UserError
 from adjoint.kernels.checks import has_hooks_on_result, is_untouched
 from adjoint.kernels.unread import unread
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
 from adjoint.layers.attention import places_of
 from adjoint.layers.mlp import GatedMLP
+
+BlockCall = Callable[..., tuple[Tensor, State]]  # (x, state) or (x, state, seq_idx) → (y, state)
 
 
 class Handoff(abc.ABC):
@@ -83,6 +85,8 @@ class Stage(abc.ABC):
         precisions: dtypes that it computes in, besides those of its parameters.
         is_loss: whether its output is a chunk's summed loss, and its backward needs the loss's cotangent
             alone.
+        reads_only_listed: whether its tiles are known to read no trainable tensors but its `parameters`.
+        adds_to_input: whether its output is its input plus what `forward_increment` returns.
     """
 
     @property
@@ -111,6 +115,14 @@ class Stage(abc.ABC):
 
     @property
     def is_loss(self) -> bool:
+        return False
+
+    @property
+    def reads_only_listed(self) -> bool:
+        return False
+
+    @property
+    def adds_to_input(self) -> bool:
         return False
 
     @property
@@ -143,6 +155,10 @@ class Stage(abc.ABC):
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Return the output and the new state. The engine calls it with gradients off."""
 
+    def forward_increment(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        """Return what `forward` would add to x, and the new state; only where `adds_to_input`."""
+        raise NotImplementedError(f"{type(self).__name__} does not add to its input")
+
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         """Run `forward` of a chunk again for its state; a last stage may leave out the loss."""
         return self.forward(x, state, chunk)
@@ -163,6 +179,9 @@ class Stage(abc.ABC):
 
         The output may be anything of its shape, and the new state may be written by the pullback."""
         return self.linearize(x, state, chunk, gradients)
+
+    def end_forward(self) -> None:  # noqa: B027 - only some stages keep anything
+        """Drop what can be made again: all layers' forwards come before this stage's backward."""
 
     def end_backward(self) -> None:  # noqa: B027 - only some stages keep anything
         """Drop what is kept from tile to tile: no other tile of this backward will run."""
@@ -332,10 +351,21 @@ class Layer(Stage):
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.block.named_modules()
 
+    @functools.cached_property
+    def reads_only_listed(self) -> bool:
+        return runs_only_our_code(self.block)
+
+    @functools.cached_property
+    def adds_to_input(self) -> bool:
+        return isinstance(self.block, Block) and self.block.adds_mixer_alone
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self._run(
-            x, state, chunk, self.casts.cast_weights(self.block, x.device), contextlib.nullcontext()
-        )
+        return self._run(x, state, chunk, self.casts.cast_weights(self.block, x.device))
+
+    def forward_increment(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
+        assert isinstance(self.block, Block)
+        casts = self.casts.cast_weights(self.block, x.device)
+        return self._run(x, state, chunk, casts, block=self.block.mixed)
 
     def _run(
         self,
@@ -343,8 +373,10 @@ class Layer(Stage):
         state: State,
         chunk: Batch,
         weights: dict[Tensor, Tensor],
-        context: contextlib.AbstractContextManager[Any],
-    ) -> Any:
+        context: contextlib.AbstractContextManager[object] | None = None,
+        block: BlockCall | None = None,
+    ) -> tuple[Tensor, State]:
+        context, block = context or contextlib.nullcontext(), block or self.block
         state = tile.reset_rows(state, chunk.starts_document)
         inputs = (x, state) if chunk.seq_idx is None else (x, state, chunk.seq_idx)
 
@@ -353,7 +385,7 @@ class Layer(Stage):
 
         def run(*inputs: Any) -> Any:
             with context, self.tensors.replaced(weights) if weights else contextlib.nullcontext():
-                return self.block(*inputs, **all_tokens)
+                return block(*inputs, **all_tokens)
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return run(*inputs)
@@ -369,6 +401,16 @@ class Layer(Stage):
     def linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
+        return self._linearize(x, state, chunk, gradients)
+
+    def _linearize(
+        self,
+        x: Tensor,
+        state: State,
+        chunk: Batch,
+        gradients: Gradients,
+        block: BlockCall | None = None,
+    ) -> tuple[Tensor, State, Tape]:
         trained, casts = (
             [p for p in self._parameters if p.requires_grad],
             self.casts.cast_weights(self.block, x.device),
@@ -377,16 +419,29 @@ class Layer(Stage):
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             weights = dict(zip(trained, leaves, strict=True))
             summed = {weights[p]: p for p in casts if p in weights}
-            context = FusedGradientAccumulation(summed, gradients) if summed else contextlib.nullcontext()
-            return self._run(x, state, chunk, {**casts, **weights}, context)
+            context = FusedGradientAccumulation(summed, gradients) if summed else None
+            return self._run(x, state, chunk, {**casts, **weights}, context, block)
 
         return tile.linearize(call, trained, x, state, gradients, [casts.get(p, p) for p in trained])
 
     def linearize_again(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        with unread(self._last_product):
-            return self.linearize(x, state, chunk, gradients)
+        product = self._last_product
+        with unread(product):
+            if product is None or not self.adds_to_input:
+                return self.linearize(x, state, chunk, gradients)
+            assert isinstance(self.block, Block)
+            _, after, tape = self._linearize(x, state, chunk, gradients, self.block.mixed)
+
+        def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
+            dx, d_before = tape(dy, dstate)
+            return (dy if dx is None else dx if dy is None else dx + dy), d_before
+
+        return x, after, Tape(pullback, tape.leaves)
+
+    def end_forward(self) -> None:
+        self.casts.drop()
 
     def end_backward(self) -> None:
         self.casts.drop()

@@ -314,7 +314,8 @@ class ChunkedStep:
         batch = dataclasses.replace(self.batch, ids=self.batch.ids.detach(), states=detached)
         connections, spec = self.distribution.connections(grid), self.spec
         if not self.has_backward:
-            spec = dataclasses.replace(spec, storage=dataclasses.replace(spec.storage, attention_bytes=0))
+            storage = dataclasses.replace(spec.storage, attention_bytes=0, increments=0)
+            spec = dataclasses.replace(spec, storage=storage)
         return Executor(self.stages, grid, batch, spec, self.width, gradients, connections)
 
     def _measure_first_chunk(self) -> budget.ChunkMemory:
@@ -327,11 +328,13 @@ class ChunkedStep:
         trained = tuple(p.requires_grad for p in self.parameters)
         recompute = self.spec.storage.recompute
         dtypes = executor.lowest_precision, executor.autocast
-        kind = len(ids), size, ids.device, *dtypes, recompute, trained, executor.grid.segments
+        increments = self.spec.storage.increments
+        kind = len(ids), size, ids.device, *dtypes, recompute, trained, executor.grid.segments, increments
         if kind not in measurements:
             in_segments = executor.grid.stores_inputs
             with budget.LiveBytes() as live:
-                storage = Storage(keep=self.spec.storage.keep, tapes=0 if in_segments else 1)
+                tapes = 0 if in_segments else 1
+                storage = Storage(keep=self.spec.storage.keep, tapes=tapes, increments=increments)
                 spec = EngineSpec(size, least=self.spec.least, storage=storage)
                 first = dataclasses.replace(self.batch.chunk(0, size), states=executor.batch.states)
                 distribution = _MeasuringTapes(live)

@@ -220,7 +220,8 @@ class Gradients:
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
         """Add a @ b, the factors in half precision, to a float32 parameter's gradient."""
-        add_product(self._sum_of(parameter), a, b)
+        is_first = parameter not in self.sums
+        add_product(self._sum_of(parameter, has_values=not is_first), a, b, overwrites=is_first)
 
     def add_arriving(self, parameter: Tensor, gradient: ArrivingGradient) -> None:
         """Start to add a gradient that may still be on its way to host memory; `finish` waits for it."""
@@ -262,13 +263,13 @@ class Gradients:
             if waiting is parameter:
                 gradient.finish()
 
-    def _sum_of(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's sum, which is begun with zeros if there is none yet."""
+    def _sum_of(self, parameter: Tensor, has_values: bool = True) -> Tensor:
+        """Return a parameter's sum; one that is begun here has zeros, or no values yet."""
         self._wait_for_sum(parameter)
         if parameter not in self.sums:
-            room = self.room.pop(parameter, None)
-            dtype = accumulate_dtype(parameter.dtype)
-            self.sums[parameter] = torch.zeros_like(parameter, dtype=dtype) if room is None else room.zero_()
+            room, dtype = self.room.pop(parameter, None), accumulate_dtype(parameter.dtype)
+            total = torch.empty_like(parameter, dtype=dtype) if room is None else room
+            self.sums[parameter] = total.zero_() if has_values else total
         return self.sums[parameter]
 
     def vjp(self, pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Cotangents:
@@ -379,7 +380,7 @@ def linearize(
     state: State,
     gradients: Gradients,
     used: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, State, Pullback]:
+) -> tuple[Tensor, State, Tape]:
     """Return `call(parameters, x, state)` and a pullback that adds parameters' gradients to `gradients`.
 
     Args:

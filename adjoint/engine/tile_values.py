@@ -15,7 +15,15 @@ from adjoint.engine.attention_outputs import AttentionOutputs
 from adjoint.engine.grid import EngineSpec, Grid, Key, Tile
 from adjoint.engine.offload import HostCopies
 from adjoint.engine.stage import Stage
-from adjoint.engine.storage import Edges, Packing, Slab, allocate, recurrent_part, stores_on_host
+from adjoint.engine.storage import (
+    Edges,
+    Increment,
+    Packing,
+    Slab,
+    allocate,
+    recurrent_part,
+    stores_on_host,
+)
 from adjoint.engine.tile import Cotangents
 from adjoint.errors import UserError
 from adjoint.kernels import checks
@@ -165,8 +173,12 @@ class TileValues:
 
     def input_bytes(self) -> int:
         """Return the bytes on the device of what is stored between segments."""
-        tensors = [value for key, value in self.store.items() if key[0] in ("y", "dy")]
-        return sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.device == self.device)
+        values = [value for key, value in self.store.items() if key[0] in ("y", "dy")]
+        return sum(
+            v.nbytes
+            for v in values
+            if isinstance(v, Increment) or (isinstance(v, Tensor) and v.device == self.device)
+        )
 
     def slab_bytes(self) -> int:
         """Return the bytes on the device of append-only states with their cotangents."""
@@ -259,6 +271,8 @@ class TileValues:
     def value(self, key: Key) -> Any:
         """Return a value of the store; for a state stored as a row's number, that row of `Edges`."""
         value = self.store[key]
+        if isinstance(value, Increment):
+            return value.read()
         return self.edges[key[1]].view(value) if isinstance(value, int) else value
 
     def wait_until_stored(self, key: Key) -> None:

@@ -12,16 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.kernels.checks import is_untouched
+from adjoint.kernels import dispatch
+from adjoint.kernels.checks import differentiable_once, is_untouched
 from adjoint.kernels.recorded import is_recording
+from adjoint.kernels.swiglu import swiglu, swiglu_backward_
+from adjoint.kernels.swiglu.reference import swiglu_backward
 from adjoint.kernels.unread import is_unread, unread_result
 
+MIN_ELEMENTS_ON_CPU = 1 << 15  # of fewer one pass saves less than a call of the operator costs
 SLICES = 8  # of a recorded backward, which so needs little memory of its own
 
 
 def gated(gate: Tensor, value: Tensor) -> Tensor:
-    """silu(gate) * value, of one shape and dtype; keeps both and nothing else for the backward."""
-    return _Gated.apply(gate, value)
+    """silu(gate) * value, of one shape; of many it keeps both and nothing else for the backward."""
+    if _is_small(gate) or _in_a_transform():
+        return F.silu(gate) * value
+    return swiglu(gate, value)
 
 
 def gated_linear(gate: Tensor, value: Tensor, linear: nn.Module) -> Tensor:
@@ -30,7 +36,7 @@ def gated_linear(gate: Tensor, value: Tensor, linear: nn.Module) -> Tensor:
     unread = is_unread(linear)
     if not (unread or is_untouched(linear, nn.Linear)) or not _has_plain_weight(linear, gate):
         return linear(gated(gate, value))
-    if getattr(_local, "kept", False):
+    if getattr(_local, "kept", False) or _in_a_transform():
         return linear(gated(gate, value))
     inputs: tuple[Any, ...] = gate, value, linear.weight, linear.bias, unread
     return _GatedLinear.apply(*inputs) if torch.is_grad_enabled() else _GatedLinear.forward(*inputs)
@@ -50,6 +56,15 @@ def products_kept() -> Iterator[None]:
         _local.kept = before
 
 
+def _is_small(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.numel() < MIN_ELEMENTS_ON_CPU and not dispatch.is_as_on_cuda()
+
+
+def _in_a_transform() -> bool:
+    """Whether torch.func transforms what runs now, which it cannot do to operators of ours."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _has_plain_weight(linear: nn.Module, x: Tensor) -> bool:
     """Whether a linear module's weight is a plain tensor of the input's dtype."""
     return (
@@ -60,30 +75,12 @@ def _has_plain_weight(linear: nn.Module, x: Tensor) -> bool:
     )
 
 
-class _Gated(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gate: Tensor, value: Tensor) -> Tensor:
-        return F.silu(gate) * value
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        return _backward(d, *ctx.saved_tensors)
-
-
 class _GatedLinear(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(gate: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, unread: bool) -> Tensor:
         if unread:
             return unread_result(gate, weight)
-        return F.linear(F.silu(gate) * value, weight, bias)
+        return F.linear(gated(gate, value), weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -91,36 +88,32 @@ class _GatedLinear(torch.autograd.Function):
         ctx.is_recorded = is_recording()
 
     @staticmethod
+    @differentiable_once("a gated linear map")
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, value, weight = ctx.saved_tensors
         _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows, d_weight = dy.flatten(0, -2), None
         if needs_weight:
-            d_weight = rows.t() @ (F.silu(gate) * value).flatten(0, -2)
+            d_weight = rows.t() @ gated(gate, value).flatten(0, -2)
         d_bias = rows.sum(0) if needs_bias else None
-        if ctx.is_recorded:
-            return *_backward_in_slices(dy @ weight, gate, value), d_weight, d_bias, None
-        return *_backward(dy @ weight, gate, value, is_ours=True), d_weight, d_bias, None
+        d = dy @ weight
+        d_value = _backward_in_slices(d, gate, value) if ctx.is_recorded else _backward(d, gate, value)
+        return d, d_value, d_weight, d_bias, None
 
 
-def _backward_in_slices(d: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cotangents of gate and value in the memory of d and value, which nobody else will read."""
+def _backward(d: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+    """Return the cotangent of value; that of gate takes d's memory."""
+    if _is_small(gate):
+        return swiglu_backward(d, gate, value, in_place=True)[1]
+    return swiglu_backward_(d, gate, value)
+
+
+def _backward_in_slices(d: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+    """Return the cotangent of value in value's memory, which nobody else will read."""
+    rows = [t.flatten(0, -2) for t in (d, gate, value)]
     # on a CPU the ends of slices would be rounded in another way
-    slices = (t.chunk(SLICES if d.is_cuda else 1, dim=-2) for t in (d, gate, value))
-    for d_slice, gate_slice, value_slice in zip(*slices, strict=True):
-        d_value = F.silu(gate_slice).mul_(d_slice)
-        d_slice.mul_(value_slice)
-        torch.ops.aten.silu_backward.grad_input(d_slice, gate_slice, grad_input=d_slice)
-        value_slice.copy_(d_value)
-    return d, value
-
-
-def _backward(d: Tensor, gate: Tensor, value: Tensor, is_ours: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the cotangents of gate and value; with `is_ours`, one of them in d's memory.
-
-    They are what a chunk's backward holds most of, so nothing else as large is made."""
-    if torch._C._functorch.is_batchedtensor(d):  # others of them may have no batch
-        return torch.ops.aten.silu_backward(d * value, gate), F.silu(gate) * d
-    d_value = F.silu(gate).mul_(d)
-    d_gate = d.mul_(value) if is_ours else d * value
-    return torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate), d_value
+    for d_slice, gate_slice, value_slice in zip(
+        *(t.chunk(SLICES if t.is_cuda else 1) for t in rows), strict=True
+    ):
+        value_slice.copy_(_backward(d_slice, gate_slice, value_slice))
+    return rows[2].view(value.shape)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adjoint.batch import State
+from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.collectives import (
     copy_to_ranks,
     gather_tokens,
@@ -63,6 +64,12 @@ class Block(nn.Module):
             activation = config.mlp_activations[layer]
             self.mlp = GatedMLP(config.d_model, config.d_intermediate, config.bias, activation)
 
+    @property
+    def adds_mixer_alone(self) -> bool:
+        """Whether a call returns y + `mixed` and runs nothing else: no MLP, ranks, hooks or compiled code."""
+        is_plain = is_untouched(self, Block) and self._compiled_call_impl is None
+        return is_plain and self.mlp is None and self.tensor_group is None
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all weights again.
@@ -87,15 +94,21 @@ class Block(nn.Module):
             seqlen: of a block that is split over `tensor_group`, the number of tokens that the ranks have
                 together. None: y has all tokens on each rank, as windows need them.
         """
-        documents = () if seq_idx is None else (seq_idx,)
         if self.tensor_group is None or seqlen is None:
-            mixed, state = self.mixer(self.mixer_input(y), state, *documents)
+            mixed, state = self.mixed(y, state, seq_idx)
         else:
             x, is_complete = self.norm(y), not self._has_split_mixer
+            documents = () if seq_idx is None else (seq_idx,)
             mixed, state = self._on_all_tokens(
                 lambda x: self.mixer(x, state, *documents), x, seqlen, is_complete
             )
         return self.feed_forward(mixed, y, seqlen), state
+
+    def mixed(self, y: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        """Return the mixer's output, which a block without an MLP adds to y, and the new state."""
+        documents = () if seq_idx is None else (seq_idx,)
+        mixed, state = self.mixer(self.mixer_input(y), state, *documents)
+        return mixed, state
 
     def mixer_input(self, y: Tensor) -> Tensor:
         """Return the mixer's input on all tokens, from y with all tokens."""

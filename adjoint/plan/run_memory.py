@@ -118,6 +118,13 @@ class Setup:
         """Return the bytes of the residual stream on so many tokens of every sequence."""
         return self.batch * tokens * self.model.d_model * self.machine.element
 
+    @property
+    def stored_output(self) -> int:
+        """Average bytes per token that the forward stores of a layer's output (`Storage.increments`)."""
+        increments, y = self.spec.storage.increments, self.y(1)
+        half = 2 * self.batch * self.model.d_model
+        return round((y + increments * min(y, half)) / (1 + increments))
+
     def state(self, k: int) -> int:
         """Return the bytes of layer k's state at a chunk's edge."""
         return self.batch * self.model.layers[k].state * self.machine.element
@@ -309,11 +316,13 @@ class ProgramBytes(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _program_bytes(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int) -> list[ProgramBytes]:
+def _program_bytes(
+    pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, stored_output: int
+) -> list[ProgramBytes]:
     """Return the memory of each worker's programs, besides states, weights and sums.
 
     Args:
-        y: bytes of a token between stages.
+        y: bytes of a token between stages. stored_output: of what is stored of it.
     """
     grid = pipeline.grid
     plans = pipeline.plans()
@@ -329,7 +338,9 @@ def _program_bytes(pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int) -
         if key[0] == "dS":
             return stages[key[1]].all.pinned
         taped = isinstance(action, Run) and action.tile.kind in ("linearize", "recompute")
-        return 0 if key[0] == "S" or (key[0] in ("y", "z") and taped) else message(key)
+        if key[0] == "S" or (key[0] in ("y", "z") and taped):
+            return 0
+        return stored_output * grid.tokens(key[2]) if key[0] == "y" else message(key)
 
     def worker_bytes(w: int) -> ProgramBytes:
         size_of: dict[Key, int] = {}
@@ -405,7 +416,7 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
     stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
-    counted = [_program_bytes(pipeline, stages, setup.y(1)) for pipeline in pipelines]
+    counted = [_program_bytes(pipeline, stages, setup.y(1), setup.stored_output) for pipeline in pipelines]
 
     more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
 

@@ -294,6 +294,22 @@ def test_a_comparison_on_a_simulated_gpu() -> None:
     assert 1 < growth["adjoint"] < 1.5 < growth["checkpointing"] < 2.1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for the device guard's stand-in")
+def test_a_stack_takes_no_more_operations_launches_and_memory_than_checkpointing() -> None:
+    """A stack with the widths of mamba-1.27b, where 16K tokens are one chunk."""
+    model = points.LARGE | {"n_layer": 16}
+    precision = points.precision_of(model, "bfloat16")
+    results = {}
+    for way in WAYS:
+        case = point("h", "wrapped", device="simulated", model=model, way=points.WAYS[way], length=1 << 14)
+        results[way] = simulated.measure(case | precision)
+    ours, theirs = results["adjoint"], results["checkpointing"]
+    assert ours["flops"] <= theirs["flops"]
+    assert ours["operators"] + ours["launches"] <= theirs["operators"] + theirs["launches"]
+    assert ours["memory_bytes"] <= theirs["memory_bytes"]
+
+
 def test_by_chunks_takes_less_than_checkpointing_in_the_published_comparison() -> None:
     """Chunks take twice the memory of checkpointing at most at 16K and 32K tokens, where both fit easily and
     shorter ones let a GPU wait for its host; about as much at 64K, less from 128K on."""

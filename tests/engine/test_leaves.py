@@ -17,7 +17,7 @@ from adjoint import Exact, LayerLocal, Truncated
 from adjoint.engine import sweep
 from adjoint.errors import UserError
 from tests.both_kinds import ModelOfEitherKind
-from tests.model_helpers import assert_same, make_ids, random_from
+from tests.model_helpers import UNWINDOWED, VARIANTS, assert_same, make_ids, make_model, random_from
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = make_ids(2, 29)
@@ -244,3 +244,32 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     change_output(layer_of(case.model), lambda y: Scaled.apply(y, t))
     with pytest.raises(UserError, match=r"before the call \(ExpBackward0\)"):
         gradients(case, Leaves({"v": v}), Exact(8))
+
+
+@pytest.mark.parametrize("variant", VARIANTS | UNWINDOWED)
+def test_layers_of_ours_are_known_to_read_their_own_tensors_alone(variant: str) -> None:
+    """Their forward looks for no others, which takes a graph."""
+    stack = make_model(variant)
+    stages = [stage for stage in stack.stages()[1:-1] if stage is not None]
+    assert all(stage.reads_only_listed for stage in stages)
+
+
+@pytest.mark.parametrize("change", ["hook", "attribute", "buffer", "method", "parametrization", "class"])
+def test_layers_with_code_of_the_user_s_may_read_others(change: str) -> None:
+    stack = make_model("mamba")
+    mixer = stack.layers[1].mixer
+    if change == "hook":
+        mixer.out_proj.register_forward_pre_hook(lambda module, args: args)
+    elif change == "attribute":
+        mixer.scale = torch.ones(3, requires_grad=True)
+    elif change == "buffer":
+        mixer.register_buffer("scale", torch.ones(3, requires_grad=True))
+    elif change == "method":
+        mixer.scan_outputs = lambda y, inputs: mixer.out_proj(y)
+    elif change == "parametrization":
+        nn.utils.parametrize.register_parametrization(mixer.out_proj, "weight", nn.Identity())
+    else:
+        stack.layers[1].norm = nn.Sequential(type("Users", (nn.Identity,), {})())
+    reads = [stage.reads_only_listed for stage in stack.stages()[1:-1] if stage is not None]
+    assert not reads[1]
+    assert all(reads[:1] + reads[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import types
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adjoint
 from adjoint import Exact
+from adjoint.batch import Batch
 from adjoint.engine import chunk_size
 from adjoint.engine.budget import RESERVED_CPU, measurements_of
 from adjoint.engine.chunk_size import (
@@ -20,12 +23,17 @@ from adjoint.engine.chunk_size import (
     MOST_OF_MEMORY,
     SHARE_OF_CHECKPOINTING,
     SHORTEST_GPU_CHUNK,
+    WHOLE_INPUTS,
+    SegmentSize,
     Sizes,
     chunk_size_for,
     segments_for,
 )
 from adjoint.engine.executor import Executor
+from adjoint.engine.layer_run import LayerRun
+from adjoint.engine.stage import Layer
 from adjoint.engine.step import ChunkedStep
+from adjoint.engine.storage import Increment
 from adjoint.errors import UserError
 from adjoint.kernels.unread import unread
 from tests.both_kinds import ModelOfEitherKind
@@ -371,8 +379,7 @@ def test_inputs_keys_and_sums_of_a_finished_segment_are_freed(monkeypatch: pytes
         end(self, k)
         if self.scale is None:  # the head, in the forward
             return
-        last = self.grid.chunks - 1  # its tape was kept, and its input for a second backward
-        assert not any(key[0] == "y" and key[1] >= k - 1 and key[2] < last for key in self.store)
+        assert not any(key[0] == "y" and key[1] >= k - 1 for key in self.store)
         assert all(slab.cotangents is None for slab in self.slabs.get(k, ()))
         dtypes.append({self.gradients.sums[p].dtype for p in self.stage(k).parameters()})
 
@@ -414,6 +421,32 @@ def test_segments_are_picked_where_one_segment_would_have_short_chunks() -> None
     assert inputs / picked.layers + picked.layers * picked.chunk_size * tape <= MOST_OF_MEMORY * 40e9
 
 
+MAMBA_LARGE = Sizes(2.76e6, width=2048, layers=48, stream=8192, increment=4096, weights=5e9)
+
+
+@pytest.mark.parametrize("seqlen", [2**k for k in range(14, 18)])
+def test_increments_are_picked_where_they_are_narrower(seqlen: int) -> None:
+    """Sizes of mamba-1.27b: chunks stay long, and what is stored stays below gradient checkpointing's."""
+    picked = segments_for(MAMBA_LARGE, 1, seqlen, "cuda", 80e9)
+    assert picked is not None
+    assert picked[:2] == (min(seqlen, LONGEST_GPU_CHUNK), 1)
+    inputs, tape = 48 * seqlen * 8192, 2.76e6 / 48
+    excess = inputs / 2 / (1 + picked.increments)
+    assert excess <= WHOLE_INPUTS * picked.chunk_size * tape
+    assert inputs / 2 + excess + picked.chunk_size * tape <= SHARE_OF_CHECKPOINTING * (inputs + seqlen * tape)
+    of_recordings = segments_for(MAMBA_LARGE.without_increments(), 1, seqlen, "cuda", 80e9)
+    assert of_recordings is not None
+    assert of_recordings.layers > 1
+    assert of_recordings.increments == 0
+
+
+def test_increments_leave_room_for_the_optimizer() -> None:
+    larger = dataclasses.replace(MAMBA_LARGE, weights=15e9)
+    picked = segments_for(larger, 1, 2**17, "cuda", 80e9)
+    assert picked is not None
+    assert picked.layers > 1
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
 def test_a_wrong_number_of_layers_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="segment_layers must be a whole number of layers"):
@@ -429,6 +462,95 @@ def test_a_smaller_budget_has_shorter_chunks() -> None:
     assert chunks == sorted(chunks)
     assert chunks[0] == SHORTEST_GPU_CHUNK
     assert chunks[0] < chunks[1] < chunks[-1]
+
+
+# ------------------------------------------------------------------ inputs stored as what layers add to them
+
+WITHOUT_MLP = {"mixer": ["mamba2", "mamba", "attention", "mamba", "gated_deltanet"], "n_layer": 5}
+
+
+def picked(monkeypatch: pytest.MonkeyPatch, *segments: int) -> Exact:
+    """Let a method without options have these chunks and segments, as on a GPU; return it."""
+    monkeypatch.setattr("adjoint.stack.chunked.segments_on", lambda *args, **options: SegmentSize(*segments))
+    return Exact(share_prefixes=False)
+
+
+@pytest.mark.parametrize("increments", [1, 2, 4, 9])
+def test_increments_give_the_same_bits_as_inputs_stored_whole(
+    increments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("mamba2", **WITHOUT_MLP, tie_embeddings=True).float()
+    ids, stored = torch.randint(0, 17, (2, 61)), list[int]()
+    begin_backward = Executor.begin_backward
+
+    def noted(self: Executor, scale: Tensor | None, *args: Any, **options: Any) -> None:
+        stored.append(sum(isinstance(value, Increment) for value in self.store.values()))
+        begin_backward(self, scale, *args, **options)
+
+    monkeypatch.setattr(Executor, "begin_backward", noted)
+
+    def gradients_with(method: Exact) -> list[Tensor]:
+        """Return the loss, and the gradients of two backwards."""
+        stored.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids, method=method).loss
+        values = [loss.detach()]
+        for retains in (True, False):
+            model.zero_grad()
+            loss.backward(retain_graph=retains)
+            values += [grad for p in model.parameters() if (grad := p.grad) is not None]
+        return values
+
+    expected = gradients_with(Exact(8, segment_layers=1, share_prefixes=False))
+    assert max(stored) == 0
+    incremented = gradients_with(picked(monkeypatch, 8, 1, increments))
+    assert all(torch.equal(a, b) for a, b in zip(expected, incremented, strict=True))
+    narrow = [k for k in range(4) if k % (increments + 1) < increments]  # the head has read the last one's
+    assert max(stored) == 8 * len(narrow)
+
+
+def test_nothing_is_stored_as_increments_that_are_no_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, ids = make_model("mamba2", **WITHOUT_MLP).double(), torch.randint(0, 17, (2, 61))
+    model = ModelOfEitherKind("stack", stack)
+    expected = model.results(None, model.inputs(ids, ids))
+    same(model.results(picked(monkeypatch, 8, 1, 3), model.inputs(ids, ids)), expected)
+
+
+def test_weights_casts_are_made_again_after_the_forward_has_dropped_them() -> None:
+    stack = make_model("mamba2").float()
+    layers = [stage for stage in stack.stages()[1:-1] if isinstance(stage, Layer)]
+    run, x = LayerRun(layers), torch.randn(2, 9, stack.config.d_model)
+    state = tuple(s.float() for states in stack.initial_state(2) for s in states)
+    chunk = Batch(torch.zeros(2, 9, dtype=torch.long), None)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, _ = run.forward(x, state, chunk)
+        assert all(layer.casts.nbytes for layer in layers)
+        run.end_forward()
+        assert not any(layer.casts.nbytes for layer in layers)
+        assert torch.equal(run.forward(x, state, chunk)[0], y)
+
+
+def test_a_layer_s_last_product_is_computed_once_with_increments(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make_model("mamba", n_layer=6).float(), torch.randint(0, 17, (2, 61))
+    shape = model.layers[0].mixer.out_proj.weight.t().shape
+
+    class Counter(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                self.products += args[-1].shape == shape
+            return func(*args, **(kwargs or {}))
+
+    def products_of(method: Exact) -> int:
+        model.zero_grad()
+        with Counter() as counter, torch.autocast("cpu", torch.bfloat16):
+            model(ids, labels=ids, method=method).loss.backward()
+        return counter.products
+
+    assert products_of(picked(monkeypatch, 16, 1, 2)) == 6 * 4
+    # of the two segments' four lower layers, but for one chunk whose tape the forward keeps
+    assert products_of(picked(monkeypatch, 16, 3)) == 6 * 4 + 4 * 4 - 2
 
 
 # ------------------------------------------------------------------------------------------- memory budgets

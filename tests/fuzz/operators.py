@@ -58,6 +58,7 @@ SHAPES: dict[str, dict[str, str]] = {
     "modal_scan": {"u": "b s d", "A": "d n", "R": "d n", "D": "d ?", "initial_state": "b d n ?"},
     "causal_conv1d": {"x": "b s d", "weight": "d w", "bias": "d ?", "initial_state": "b d w-1 ?"},
     "rms_norm": {"x": "b s gd", "weight": "gd", "gate": "b s gd ?", "residual": "b s gd ?"},
+    "swiglu": {"gate": "b s d", "value": "b s d"},
     "past_attention": {"q": "b gh s d", "k": "b g p+s d", "v": "b g p+s n"},
     "causal_attention": {"q": "b gh s d", "k": "b g p+s d", "v": "b g p+s n"},
     "linear_cross_entropy": {"hidden": "b s d", "weight": "n d"},
@@ -220,6 +221,8 @@ def by_loop(operation: str, case: Case, t: Tensors, packed: Any, targets: Tensor
         v = (s * F.silu(t["gate"]) if "gate" in t else s).unflatten(-1, (-1, size("d", case)))
         y = (v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2) * t["weight"]
         return [y, s] if "residual" in t else [y]
+    if name == "swiglu":
+        return [F.silu(t["gate"]) * t["value"]]
     if name == "linear_cross_entropy":
         logits = (t["hidden"] @ t["weight"].mT).flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")

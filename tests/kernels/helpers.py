@@ -28,6 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INTERPRETED else [n for n in ("reference", "cpu") if dispatch.why_not(n) is None]
 # Those that are operators of ours, attention and the head's loss aside.
 OPERATIONS = [name for name in SHAPES if not name.startswith(("past", "causal_a", "grouped", "linear_cross"))]
+OF_EACH_TOKEN = ("rms_norm", "swiglu")  # which know neither order nor documents
 SCANS = [name for name in OPERATIONS if name.endswith(WINDOWED)]
 BARE: Case = {
     "softplus": False,

@@ -12,7 +12,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from adjoint import Backprop, Exact, Stack
 from adjoint.layers import WINDOWED
 from tests.fuzz.operators import SHAPES
-from tests.kernels.helpers import OPERATIONS, SCANS, make_case, run, run_interpreted, tensors_of
+from tests.kernels.helpers import (
+    OF_EACH_TOKEN,
+    OPERATIONS,
+    SCANS,
+    make_case,
+    run,
+    run_interpreted,
+    tensors_of,
+)
 from tests.model_helpers import assert_same, current_gradients, gradients, make_ids, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forget_graphs")
@@ -45,7 +53,7 @@ def test_compiled_equals_eager_in_one_graph_for_every_length(name: str, options:
     # Longer than 64 tokens: up to there the scans keep one state only, and no size of 1 is dynamic.
     for seqlen in (300, 70, 129):
         tensors = list(tensors_of(make_case(name, seqlen, n=3)).values())
-        seq_idx = None if name == "rms_norm" else (torch.arange(seqlen) // 5).repeat(2, 1)
+        seq_idx = None if name in OF_EACH_TOKEN else (torch.arange(seqlen) // 5).repeat(2, 1)
         for x in (seq_idx, *tensors):
             if x is not None and seqlen in x.shape:
                 torch._dynamo.mark_dynamic(x, 1)

@@ -24,6 +24,7 @@ from tests.kernels.helpers import (
     BACKENDS,
     BARE,
     INTERPRETED,
+    OF_EACH_TOKEN,
     OPERATIONS,
     SCANS,
     cut_sequences,
@@ -130,6 +131,7 @@ VALUES = [
         rows("rms_norm", seqlen, b=b, g=g, d=d)
         for b, g, d, seqlen in ((1, 1, 33, 3), (1, 1, 5, 1), (4, 4, 16, 300))
     ),
+    *(rows("swiglu", seqlen, d=d) for seqlen, d in ((5, 37), (1, 1), (3, 1030))),
 ]
 
 
@@ -317,7 +319,7 @@ APART = [
     {**make_case(name, sum(LENGTHS[name]), d=3, n=3, h=1, **SMALL), "window": window, "halo": halo}
     for name in OPERATIONS
     for window, halo in ((None, 0), (1, 0), (5, 2), (2, 0), (64, 0), (9, 8), (None, 4))
-    if name != "rms_norm" and (name in SCANS or (window, halo) == (None, 0))
+    if name not in OF_EACH_TOKEN and (name in SCANS or (window, halo) == (None, 0))
 ]
 # large enough for the products of C++
 APART.append({**make_case("ssd_scan", sum(LENGTHS["ssd_scan"]), d=8, n=16, h=1), "window": None, "halo": 0})

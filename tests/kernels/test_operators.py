@@ -13,7 +13,7 @@ from torch import Tensor
 from adjoint.kernels.operation import registered
 from tests.fuzz import operators as fuzz
 from tests.fuzz.operators import LAYOUTS, SHAPES, Case
-from tests.kernels.helpers import BACKENDS, OPERATIONS, make_case, optional, run, tensors_of
+from tests.kernels.helpers import BACKENDS, OF_EACH_TOKEN, OPERATIONS, make_case, optional, run, tensors_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,14 +140,36 @@ def test_the_operator_of_attention_to_the_past(
 def test_the_product_that_is_added(dtype: torch.dtype, layout: str | None) -> None:
     shapes = ((5, 3), torch.float32), ((5, 7), dtype), ((7, 3), dtype)
     given = [lay(torch.randn(shape).to(of), layout) for shape, of in shapes]
-    torch.library.opcheck(torch.ops.adjoint.add_product, tuple(given), test_utils=CHECKS)
+    for overwrites in (False, True):
+        torch.library.opcheck(torch.ops.adjoint.add_product, (*given, overwrites), test_utils=CHECKS)
+    (total, a, b), nothing = given, torch.full((5, 3), torch.nan)
+    torch.ops.adjoint.add_product(nothing, a, b, True)
+    torch.testing.assert_close(nothing, (a @ b).float())
+    if layout != "expanded":
+        expected = total + a @ b
+        torch.ops.adjoint.add_product(total, a, b, False)
+        torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_operator_that_replaces_its_cotangent(backend: str) -> None:
+    halves, d = torch.randn(2, 7, 10, dtype=torch.float64), torch.randn(2, 7, 5, dtype=torch.float64)
+    inputs = d, *halves.chunk(2, dim=-1), backend
+    torch.library.opcheck(torch.ops.adjoint.swiglu_backward_, inputs, test_utils=CHECKS)
+    d_gate, d_value = torch.ops.adjoint.swiglu_backward(*inputs)
+    torch.testing.assert_close(torch.ops.adjoint.swiglu_backward_(*inputs), d_value)
+    torch.testing.assert_close(d, d_gate)
 
 
 def test_every_operator_is_checked_here() -> None:
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("adjoint::")}
     differentiable = {operator(name).__name__ for name in OPERATIONS}
     checked = {*differentiable, *(f"{name}_backward" for name in differentiable)}
-    assert {name.split("::")[1] for name in names} == checked | {"past_attention", "add_product"}
+    assert {name.split("::")[1] for name in names} == checked | {
+        "past_attention",
+        "add_product",
+        "swiglu_backward_",
+    }
 
 
 # ----------------------------------------------------------------------------------------- layouts, gradients
@@ -163,7 +185,7 @@ def test_gradients_are_those_of_differences(operation: str, layout: str | None) 
     for backend in [None] if name in ATTENTION else BACKENDS:
         case = make_case(name, 7, n=3, p=2, backend=backend, layouts=laid_out(name, layout), **windows)
         tensors = tensors_of(case)
-        for seq_idx in (None,) if name in ATTENTION or name == "rms_norm" else (None, torch.arange(7) // 4):
+        for seq_idx in (None,) if name in (*ATTENTION, *OF_EACH_TOKEN) else (None, torch.arange(7) // 4):
 
             def call(
                 *given: Tensor, names: Any = tuple(tensors), case: Case = case, seq_idx: Any = seq_idx
@@ -220,7 +242,7 @@ def test_states_are_saved_only_when_a_backward_follows() -> None:
 # ---------------------------------------------------------------------------------------------------- nothing
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "rms_norm"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in OF_EACH_TOKEN])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_token_is_refused_by_name(operation: str, backend: str) -> None:
     case = make_case(operation, 0, backend=backend)
@@ -228,7 +250,7 @@ def test_no_token_is_refused_by_name(operation: str, backend: str) -> None:
         run(case, tensors_of(case))
 
 
-EMPTY = [(name, 0, 7) for name in OPERATIONS] + [("rms_norm", 2, 0)]
+EMPTY = [(name, 0, 7) for name in OPERATIONS] + [(name, 2, 0) for name in OF_EACH_TOKEN]
 EMPTY += [(name, b, seqlen) for name in ATTENTION for b, seqlen in ((0, 5), (2, 0))]
 
 
@@ -241,7 +263,9 @@ def test_nothing_has_no_output_and_gradients_of_nothing(operation: str, batch: i
                 continue
             case = make_case(operation, seqlen, b=batch, p=past, backend=backend, **windows)
             tensors = tensors_of(case)
-            packed = (None,) if operation in (*ATTENTION, "rms_norm") else (None, torch.zeros(0, 7).long())
+            packed = (
+                (None,) if operation in (*ATTENTION, *OF_EACH_TOKEN) else (None, torch.zeros(0, 7).long())
+            )
             for seq_idx in packed:
                 outputs = run(case, tensors, seq_idx)
                 assert outputs[0].numel() == 0

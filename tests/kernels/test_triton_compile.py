@@ -212,6 +212,7 @@ def test_every_launch_is_on_its_tensors_device(name, monkeypatch):
         ("modal_scan", False, True, ["modal filter, bf16, resets"]),
         ("rms_norm", False, False,
          [f"RMSNorm, bf16{kind}" for kind in (" of a fp32 stream", ", residual in fp32", ", gate")]),
+        ("swiglu", False, False, ["gated product, bf16"]),
         ("causal_conv1d", False, True, ["convolution, bf16, resets"]),
     ],
 )  # fmt: skip

@@ -45,6 +45,7 @@ from adjoint.kernels.rms_norm import triton as norm
 from adjoint.kernels.selective_scan.triton import launch as selective
 from adjoint.kernels.ssd_scan.triton import launch as ssd
 from adjoint.kernels.ssd_scan.triton import saved_states as ssd_states
+from adjoint.kernels.swiglu import triton as swiglu
 from adjoint.kernels.triton import common
 
 POINTERS = {
@@ -272,6 +273,12 @@ def call_norm(dtype=BF16, rows=65536, width=2048, gated=True, stream=FP32, out=N
     norm.rms_norm_backward(y, residual, x if s is None else s, weight, gate, rstd, x_dtype=dtype)
 
 
+def call_swiglu(dtype=BF16, rows=65536, width=4096):
+    gate, value = empty(rows, 2 * width, dtype=dtype).chunk(2, dim=-1)
+    (y,) = swiglu.swiglu_forward(gate, value)
+    swiglu.swiglu_backward(y, gate, value)
+
+
 def _calls() -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {}
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
@@ -301,6 +308,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
         calls[f"long convolution, {name}, resets"] = partial(call_conv, dtype, d_conv=128, reset=True)
         calls[f"modal filter, {name}"] = partial(call_modal, dtype)
         calls[f"modal filter, {name}, resets"] = partial(call_modal, dtype, reset=True)
+        calls[f"gated product, {name}"] = partial(call_swiglu, dtype)
         calls[f"RMSNorm, {name}"] = partial(call_norm, dtype, gated=False, stream=None)
         calls[f"RMSNorm, {name}, gate"] = partial(call_norm, dtype, stream=None)
         calls[f"RMSNorm, {name}, residual"] = partial(call_norm, dtype, gated=False, stream=dtype)

@@ -5,6 +5,7 @@ saves."""
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,9 @@ class _Args(ctypes.Structure):
                 x = x.contiguous()
                 vars(self)[name] = x
                 setattr(self, name, x.data_ptr())
+
+
+_ArgsOfRows = TypeVar("_ArgsOfRows", bound=_Args)
 
 
 class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
@@ -140,6 +144,14 @@ class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
         *((name, _I64) for name in ("x_stride", "residual_stride", "gate_stride")),
         *((name, _PTR) for name in ("dy", "ds", "dx", "dgate", "dweight")),
         *((name, _I64) for name in ("dy_stride", "ds_stride")),
+    ]
+
+
+class _SwigluArgs(_Args):  # mirrors SwigluArgs in swiglu.cpp
+    _fields_ = [
+        *((name, _I64) for name in ("rows", "width", "threads")),
+        *((name, _PTR) for name in ("gate", "value", "d", "y", "d_gate", "d_value")),
+        *((name, _I64) for name in ("gate_stride", "value_stride", "d_stride")),
     ]
 
 
@@ -653,12 +665,17 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
     return tuple(gradients)
 
 
-def _norm_args(group_size: int, x: Tensor, **tensors: Tensor | None) -> _NormArgs:
-    """The fields of x and other (…, width) tensors as rows, in place where the strides allow it."""
-    width = x.shape[-1]
-    count = x.numel() // width
-    args = _NormArgs(count, width, group_size, _threads(count, 4 * x.numel()))
-    for name, tensor in {"x": x, **tensors}.items():
+def _channel_args(kind: type[_ArgsOfRows], *sizes: int, **tensors: Tensor | None) -> _ArgsOfRows:
+    """Arguments with (…, width) tensors as rows with a stride each, in place where the strides allow it.
+
+    Args:
+        sizes: those between the width and the number of threads. tensors: by field, the first not None."""
+    first = next(iter(tensors.values()))
+    assert first is not None
+    width = first.shape[-1]
+    count = first.numel() // width
+    args = kind(count, width, *sizes, _threads(count, 4 * first.numel()))
+    for name, tensor in tensors.items():
         if tensor is not None:
             rows = tensor.reshape(-1, width)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -677,7 +694,7 @@ def _norm_weight(x: Tensor, weight: Tensor | None, offset: float) -> Tensor:
 def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0.0):
     y, rstd = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], x.shape[-1] // group_size)
     s = None if residual is None else x.new_empty(x.shape)
-    args = _norm_args(group_size, x, gate=gate, residual=residual)
+    args = _channel_args(_NormArgs, group_size, x=x, gate=gate, residual=residual)
     args.eps = eps
     scales = weight if weight is not None and not offset else _norm_weight(x, weight, offset)
     args.set_pointers(weight=scales, rstd=rstd, y=y, s=s)
@@ -686,7 +703,7 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0
 
 
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset=0.0):
-    args = _norm_args(group_size, s, gate=gate, dy=dy.to(s.dtype), ds=ds)
+    args = _channel_args(_NormArgs, group_size, x=s, gate=gate, dy=dy.to(s.dtype), ds=ds)
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     scales = weight if weight is not None and not offset else _norm_weight(s, weight, offset)
@@ -742,3 +759,18 @@ def _threads_of_head(threads: int, heads: int, blocks: int) -> int:
         return ((block + 1) * threads - 1) // (heads * blocks)
 
     return max(thread_of((h + 1) * blocks - 1) - thread_of(h * blocks) + 1 for h in range(heads))
+
+
+def swiglu_forward(gate, value):
+    y, args = gate.new_empty(gate.shape), _channel_args(_SwigluArgs, gate=gate, value=value)
+    args.set_pointers(y=y)
+    _function("swiglu", gate.dtype)(ctypes.byref(args), 0)
+    return (y,)
+
+
+def swiglu_backward(d, gate, value, in_place=False):
+    d_gate, d_value = d if in_place else gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    args = _channel_args(_SwigluArgs, gate=gate, value=value, d=d)
+    args.set_pointers(d_gate=d_gate, d_value=d_value)
+    _function("swiglu", gate.dtype)(ctypes.byref(args), 1)
+    return d_gate, d_value

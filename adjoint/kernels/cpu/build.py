@@ -26,7 +26,7 @@ from adjoint.files import cache_folder, flush
 
 SOURCES = (
     *("scan.cpp", "ssd.cpp", "conv.cpp", "delta.cpp", "dplr.cpp", "linear.cpp", "dense.cpp", "norm.cpp"),
-    *("filter.cpp", "modal.cpp", "attention.cpp", "subnormals.cpp"),
+    *("filter.cpp", "modal.cpp", "attention.cpp", "subnormals.cpp", "swiglu.cpp"),
 )
 HEADERS = ("delta_rules.h", "lanes.h", "linear.h", "products.h", "scan.h")
 # No -ffast-math: a library linked with it switches the whole process to flush-to-zero.
