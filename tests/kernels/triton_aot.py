@@ -112,7 +112,7 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def specialise(launch: Launch) -> dict[str, dict[Any, Any]]:
-    """Return that for which Triton compiles a kernel again: the arguments' types, values that become constants,
+    """Return that for which Triton compiles a kernel again: the arguments' types, values that are constants,
     multiples of 16, and the launch's options."""
     kernel, args, kwargs = launch
     options = {k: v for k, v in kwargs.items() if k in OPTIONS and v is not None}
