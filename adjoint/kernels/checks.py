@@ -89,6 +89,15 @@ def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
+def sizes(name: str, x: Tensor, *dims: str) -> torch.Size:
+    """Return a tensor's shape; refuse another number of dimensions, and 0 for one named "... >= 1"."""
+    if x.dim() != len(dims) or any(
+        size == 0 for size, dim in zip(x.shape, dims, strict=True) if dim.endswith(">= 1")
+    ):
+        raise ValueError(f"{name} must have shape ({', '.join(dims)}), got {tuple(x.shape)}")
+    return x.shape
+
+
 def shapes(**arguments: Sequence[object]) -> None:
     """Refuse a tensor that has not its shape: each argument is (tensor or None, *its sizes)."""
     for name, (x, *expected) in arguments.items():

@@ -113,6 +113,7 @@ VALUES = [
             (131, 2, 3, 12, 20),
             (200, 1, 2, 33, 7),
             (64, 1, 2, 64, 64),
+            (67, 2, 1, 130, 18),  # two blocks of keys in Triton's loops from chunk to chunk
             (1, 2, 1, 16, 16),
         )
         for documents in (None, 0.08)
@@ -397,6 +398,7 @@ def test_dense_scan_gives_the_same_bits_on_any_number_of_threads(batch: int, win
         ({"window": 2.5}, "window must be"),
         ({"halo": 5}, "halo must be"),
         ({"backend": "cuda"}, "there is no such backend"),
+        ({"A": torch.zeros(5)}, r"A must have shape \(d_inner, d_state\), got \(5,\)"),
         ({"D": torch.zeros(3)}, "D must have shape"),
         ({"seq_idx": torch.zeros(1, 4)}, "seq_idx must have shape"),
         ({"B": torch.zeros(2, 5, 3, 4)}, "B's ngroups must divide d_inner = 5, got 3"),

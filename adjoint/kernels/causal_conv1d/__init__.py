@@ -76,9 +76,7 @@ def causal_conv1d(
     Raises:
         ValueError: a shape does not fit, or d_conv is not from 1 to 1024.
     """
-    if x.dim() != 3 or x.shape[1] == 0:
-        raise ValueError(f"x must have shape (batch, seqlen >= 1, channels), got {tuple(x.shape)}")
-    batch, seqlen, channels = x.shape
+    batch, seqlen, channels = checks.sizes("x", x, "batch", "seqlen >= 1", "channels")
     width = weight.shape[-1]
     if not 1 <= width <= LONGEST:
         raise ValueError(f"d_conv must be from 1 to {LONGEST}, got {width}")

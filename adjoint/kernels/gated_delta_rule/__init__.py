@@ -81,9 +81,7 @@ def gated_delta_rule(
     Raises:
         ValueError: a shape does not fit, or the backend is not usable here.
     """
-    if k.dim() != 4 or k.shape[1] == 0:
-        raise ValueError(f"k must have shape (batch, seqlen >= 1, nheads, d_k), got {tuple(k.shape)}")
-    batch, seqlen, nheads, d_k = k.shape
+    batch, seqlen, nheads, d_k = checks.sizes("k", k, "batch", "seqlen >= 1", "nheads", "d_k")
     checks.shapes(
         q=(q, *k.shape),
         v=(v, batch, seqlen, nheads, v.shape[-1]),

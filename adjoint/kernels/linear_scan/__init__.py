@@ -68,9 +68,7 @@ def linear_scan(
     Raises:
         ValueError: a shape does not fit, window < 1, or the backend is not usable here.
     """
-    if b.dim() != 3 or b.shape[1] == 0:
-        raise ValueError(f"b must have shape (batch, seqlen >= 1, d_state), got {tuple(b.shape)}")
-    batch, seqlen, d_state = b.shape
+    batch, seqlen, d_state = checks.sizes("b", b, "batch", "seqlen >= 1", "d_state")
     if tuple(a.shape) not in (
         (batch, seqlen, 1),
         (batch, seqlen, d_state),

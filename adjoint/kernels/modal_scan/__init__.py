@@ -68,12 +68,8 @@ def modal_scan(
     Raises:
         ValueError: a shape does not fit, window < 1, or the backend is not usable here.
     """
-    if u.dim() != 3 or u.shape[1] == 0:
-        raise ValueError(f"u must have shape (batch, seqlen >= 1, channels), got {tuple(u.shape)}")
-    batch, seqlen, channels = u.shape
-    if A.dim() != 2:
-        raise ValueError(f"A must have shape (channels, order), got {tuple(A.shape)}")
-    order = A.shape[1]
+    batch, seqlen, channels = checks.sizes("u", u, "batch", "seqlen >= 1", "channels")
+    order = checks.sizes("A", A, "channels", "order")[1]
     checks.shapes(
         A=(A, channels, order),
         R=(R, channels, order),

@@ -323,7 +323,7 @@ class _Problem:
         self.grid = self.blocks, self.splits, self.batch
         self.constants = {
             "ORDER": self.order,
-            "HAS_RESET": reset is not None,
+            **common.has_flags(RESET=reset),
             "UNROLL": UNROLL,
             "CHANNELS": CHANNELS,
             "ACC": common.tl_dtype(self.acc),
@@ -350,9 +350,9 @@ class _Problem:
         is_local = y is None
         edge = self.edges(self.order) if is_local else self.edges(self.order)[:, 0].contiguous()
         decay = torch.empty_like(edge) if is_local else None
-        sizes = self.seqlen, self.channels, self.split_len, *u.stride()[:2]
+        sizes = self.seqlen, self.channels, self.split_len, *common.strides(u)
         tensors = u, self.pole, self.R, self.D, before, self.reset, y, edge, decay
-        options = {"LOCAL": is_local, "HAS_INIT": before is not None, "HAS_D": self.D is not None}
+        options = {"LOCAL": is_local, **common.has_flags(INIT=before, D=self.D)}
         _forward_kernel[self.grid](*tensors, *sizes, **options, **self.constants)
         return edge, decay
 
@@ -360,9 +360,9 @@ class _Problem:
         """Run the splits from right to left to du; without it, from zero to what goes to their left."""
         is_local = du is None
         edge = self.edges(self.order) if is_local else self.edges(self.order)[:, 0].contiguous()
-        sizes = self.seqlen, self.channels, self.split_len, *dy.stride()[:2]
+        sizes = self.seqlen, self.channels, self.split_len, *common.strides(dy)
         tensors = dy, self.pole, self.R, self.D, behind, self.reset, du, edge
-        options = {"LOCAL": is_local, "HAS_INIT": behind is not None, "HAS_D": self.D is not None}
+        options = {"LOCAL": is_local, **common.has_flags(INIT=behind, D=self.D)}
         _adjoint_kernel[self.grid](*tensors, *sizes, **options, **self.constants)
         return edge
 
@@ -433,9 +433,8 @@ def modal_scan_backward(
         dinitial = problem.adjoint(dy, behind, du)
         _parameters_kernel[problem.grid](
             *(dy, u, problem.pole, problem.R, before, behind, problem.reset, dpole, dR, dD),
-            *(problem.seqlen, problem.channels, problem.split_len, *dy.stride()[:2], *u.stride()[:2]),
-            HAS_INIT=before is not None,
-            HAS_FINAL=behind is not None,
+            *(problem.seqlen, problem.channels, problem.split_len, *common.strides(dy, u)),
+            **common.has_flags(INIT=before, FINAL=behind),
             **problem.constants,
         )
     dA = (dpole.sum((0, 1)) * problem.pole).t().to(A.dtype)

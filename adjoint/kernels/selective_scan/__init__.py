@@ -104,12 +104,8 @@ def selective_scan(
     Raises:
         ValueError: a shape does not fit, window < 1, or the backend is not usable here.
     """
-    if u.dim() != 3 or u.shape[1] == 0:
-        raise ValueError(f"u must have shape (batch, seqlen >= 1, d_inner), got {tuple(u.shape)}")
-    batch, seqlen, d_inner = u.shape
-    if A.dim() != 2:
-        raise ValueError(f"A must have shape (d_inner, d_state), got {tuple(A.shape)}")
-    d_state = A.shape[1]
+    batch, seqlen, d_inner = checks.sizes("u", u, "batch", "seqlen >= 1", "d_inner")
+    d_state = checks.sizes("A", A, "d_inner", "d_state")[1]
     groups = tuple(B.shape[2:3]) if B.dim() == 4 else ()
     if groups and (groups[0] < 1 or d_inner % groups[0]):
         raise ValueError(f"B's ngroups must divide d_inner = {d_inner}, got {groups[0]}")

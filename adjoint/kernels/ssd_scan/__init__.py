@@ -79,9 +79,7 @@ def ssd_scan(
     Raises:
         ValueError: a shape does not fit, window < 1, or the backend is not usable here.
     """
-    if x.dim() != 4 or x.shape[1] == 0:
-        raise ValueError(f"x must have shape (batch, seqlen >= 1, nheads, headdim), got {tuple(x.shape)}")
-    batch, seqlen, nheads, headdim = x.shape
+    batch, seqlen, nheads, headdim = checks.sizes("x", x, "batch", "seqlen >= 1", "nheads", "headdim")
     if B.dim() != 4 or nheads % B.shape[2]:
         raise ValueError(
             f"B must have shape (batch, seqlen, ngroups, d_state), ngroups dividing {nheads} heads; "

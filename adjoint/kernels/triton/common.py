@@ -202,7 +202,7 @@ def pass_states(
             size,
             decay_size,
             size // decay_size,
-            HAS_INIT=init is not None,
+            **has_flags(INIT=init),
             HAS_RESET=resets,
             REVERSE=reverse,
             ACC=tl_dtype(local.dtype),
@@ -231,6 +231,21 @@ def rows_dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def dense(x: torch.Tensor | None) -> torch.Tensor | None:
     """A parameter as kernels index it, contiguous (an expanded or strided one is copied); None stays None."""
     return None if x is None else x.contiguous()
+
+
+def strides(*tensors: torch.Tensor | None) -> list[int]:
+    """Return the strides of batch and token of each tensor in turn; zeros for None."""
+    return [stride for t in tensors for stride in ((0, 0) if t is None else t.stride()[:2])]
+
+
+def head_strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the strides of batch, token and head of each tensor."""
+    return [t.stride()[:3] for t in tensors]
+
+
+def has_flags(**tensors: torch.Tensor | None) -> dict[str, bool]:
+    """Return a kernel's constants HAS_D=..., HAS_RESET=...: which of these tensors are not None."""
+    return {f"HAS_{name}": tensor is not None for name, tensor in tensors.items()}
 
 
 def reset_bytes(reset: torch.Tensor | None) -> torch.Tensor | None:

@@ -412,14 +412,17 @@ class DeltaRuleCall:
 
     The class attributes are, by the size of the inputs' elements, columns of keys and of values that a
     program takes at once (WIDE ones with a decay for each channel, in `constants` and `grad_constants`; in
-    the latter also with resets), warps of a program, and stages of the loops from chunk to chunk. Those of
-    16-bit inputs are the fastest of some twenty that an H200 has run with keys and values of 128 channels,
-    though some spill registers; the others are reasoned.
+    the latter also with resets; STATE ones in the loops from chunk to chunk), warps of a program, and stages
+    of those loops. Those of 16-bit inputs are the fastest of some twenty that an H200 has run with keys and
+    values of 128 channels, though some spill registers; the others are reasoned from the compiled code: with
+    blocks of 128 instead of 32 keys, float32's loops from chunk to chunk have half the instructions and spill
+    tens of bytes instead of thousands.
 
     Attributes:
         constants: of kernels that do all chunks at once.
         state_constants: of those that go from chunk to chunk, each with some columns of a head's state.
         grad_constants: of the kernel of keys' and queries' gradients, which holds most.
+        system_constants: of that of the triangular systems' gradients.
         segment: see above.
         sizes, walk: arguments of the kernels of all chunks, and of those that go from chunk to chunk.
     """
@@ -428,7 +431,9 @@ class DeltaRuleCall:
     WIDE_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 16, 8: 16}
     GRAD_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
     WIDE_GRAD_KEYS: ClassVar[dict[int, int]] = {2: 32, 4: 32, 8: 16}
+    STATE_KEYS: ClassVar[dict[int, int]] = {2: 64, 4: 128, 8: 16}
     VALUES: ClassVar[dict[int, int]] = {2: 64, 4: 32, 8: 16}
+    SYSTEM_VALUES: ClassVar[dict[int, int]] = {2: 64, 4: 16, 8: 16}
     STATE_VALUES: ClassVar[dict[int, int]] = {2: 16, 4: 16, 8: 16}  # the fewer, the more programs
     WARPS: ClassVar[dict[int, int]] = {2: 4, 4: 8, 8: 8}
     STATE_STAGES: ClassVar[dict[int, int]] = {2: 2, 4: 1, 8: 1}
@@ -445,14 +450,15 @@ class DeltaRuleCall:
         size = v.element_size()
         self.acc = accumulate_dtype(v.dtype)
         self.chunks = triton.cdiv(self.seqlen, CHUNK)
-        columns = min(self.KEYS[size], max(16, triton.next_power_of_2(self.d_k)))
-        self.values = min(self.VALUES[size], max(16, triton.next_power_of_2(self.d_v)))
+        keys, values = (max(16, triton.next_power_of_2(width)) for width in (self.d_k, self.d_v))
+        columns = min(self.STATE_KEYS[size], keys)
+        self.values = min(self.VALUES[size], values)
         self.state_values = min(self.STATE_VALUES[size], self.values)
         products = {2: "tf32", 4: "tf32x3", 8: "ieee"}[size]
         blocks_of_keys = triton.cdiv(self.d_k, columns)
         is_staged = not decay_per_channel and blocks_of_keys <= self.MAX_STAGED_KEY_BLOCKS
         self.state_constants: dict[str, object] = {
-            "HAS_RESET": reset is not None,
+            **common.has_flags(RESET=reset),
             "Q": CHUNK,
             "K": columns,
             "V": self.state_values,
@@ -464,11 +470,15 @@ class DeltaRuleCall:
             "num_warps": self.WARPS[size],
             "num_stages": self.STATE_STAGES[size] if is_staged else 1,
         }
+        columns = min(self.KEYS[size], keys)
         if decay_per_channel:  # two blocks at least: with one, three kernels spill kilobytes
-            columns = min(columns, self.WIDE_KEYS[size], max(16, triton.next_power_of_2(self.d_k) // 2))
+            columns = min(columns, self.WIDE_KEYS[size], max(16, keys // 2))
         blocks = {"V": self.values, "NV": triton.cdiv(self.d_v, self.values)}
         blocks |= {"K": columns, "NK": triton.cdiv(self.d_k, columns)}
         self.constants = self.state_constants | blocks | {"num_stages": 1}
+        columns_of_values = min(self.values, self.SYSTEM_VALUES[size])
+        blocks = {"V": columns_of_values, "NV": triton.cdiv(self.d_v, columns_of_values)}
+        self.system_constants = self.constants | blocks
         has_less_room = decay_per_channel or reset is not None
         columns = min(columns, (self.WIDE_GRAD_KEYS if has_less_room else self.GRAD_KEYS)[size])
         self.grad_constants = self.constants | {"K": columns, "NK": triton.cdiv(self.d_k, columns)}

@@ -205,9 +205,8 @@ def filter_forward(
     with common.on_device(x):
         _forward_kernel[(triton.cdiv(seqlen, TOKENS), triton.cdiv(channels, CHANNELS), batch)](
             *(x, weight.contiguous(), state, _starts(reset, width), y),
-            *(seqlen, channels, width, *x.stride()[:2]),
-            HAS_STATE=state is not None,
-            HAS_RESET=reset is not None,
+            *(seqlen, channels, width, *common.strides(x)),
+            **common.has_flags(STATE=state, RESET=reset),
             TOKENS=TOKENS,
             CHANNELS=CHANNELS,
             ACC=common.tl_dtype(x.dtype),
@@ -238,20 +237,20 @@ def filter_backward(
         (batch, stretches, width, channels), dtype=accumulate_dtype(x.dtype), device=x.device
     )
     constants = {
-        "HAS_RESET": reset is not None,
+        **common.has_flags(RESET=reset),
         "CHANNELS": CHANNELS,
         "ACC": common.tl_dtype(x.dtype),
         "num_warps": 4,
     }
     with common.on_device(x):
         _inputs_kernel[(triton.cdiv(seqlen + width - 1, TOKENS), blocks, batch)](
-            *(dy, weight.contiguous(), starts, dx, dstate, seqlen, channels, width, *dy.stride()[:2]),
+            *(dy, weight.contiguous(), starts, dx, dstate, seqlen, channels, width, *common.strides(dy)),
             TOKENS=TOKENS,
             **constants,
         )
         _weight_kernel[(triton.cdiv(width, TAPS), blocks, stretches * batch)](
-            *(dy, x, state, starts, dweight, seqlen, channels, width, *dy.stride()[:2], *x.stride()[:2]),
-            HAS_STATE=state is not None,
+            *(dy, x, state, starts, dweight, seqlen, channels, width, *common.strides(dy, x)),
+            **common.has_flags(STATE=state),
             TAPS=TAPS,
             STRETCH=STRETCH,
             TOKENS=WEIGHT_TOKENS,

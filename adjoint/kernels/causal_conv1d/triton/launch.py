@@ -273,22 +273,11 @@ def causal_conv1d_forward(
     y = torch.empty((batch, seqlen, channels), dtype=x.dtype, device=x.device)
     with common.on_device(x):
         _forward_kernel[(triton.cdiv(seqlen, TOKENS), triton.cdiv(channels, CHANNELS), batch)](
-            *(
-                x,
-                weight.contiguous(),
-                bias,
-                state,
-                common.reset_bytes(reset),
-                y,
-                seqlen,
-                channels,
-                *x.stride()[:2],
-            ),
+            *(x, weight.contiguous(), bias, state, common.reset_bytes(reset), y),
+            *(seqlen, channels, *common.strides(x)),
             W=d_conv,
             SILU=silu,
-            HAS_BIAS=bias is not None,
-            HAS_STATE=state is not None,
-            HAS_RESET=reset is not None,
+            **common.has_flags(BIAS=bias, STATE=state, RESET=reset),
             TOKENS=TOKENS,
             UNROLL=UNROLL,
             CHANNELS=CHANNELS,
@@ -336,12 +325,10 @@ def causal_conv1d_backward(
     with common.on_device(x):
         _backward_kernel[(stretches, triton.cdiv(channels, CHANNELS), batch)](
             *(dy, x, weight.contiguous(), bias, state, common.reset_bytes(reset), dx, dstate, dweight, dbias),
-            *(seqlen, channels, *dy.stride()[:2], *x.stride()[:2]),
+            *(seqlen, channels, *common.strides(dy, x)),
             W=d_conv,
             SILU=silu,
-            HAS_BIAS=bias is not None,
-            HAS_STATE=state is not None,
-            HAS_RESET=reset is not None,
+            **common.has_flags(BIAS=bias, STATE=state, RESET=reset),
             TOKENS=TOKENS,
             UNROLL=UNROLL,
             CHANNELS=CHANNELS,

@@ -46,7 +46,8 @@ class _Call(DeltaRuleCall):
         """q_keys and q_writes, see `forward`."""
         pairs = self.pairs(q), self.pairs(q)
         forward.pair_kernel[self.grid()](
-            *(q, k, b, g, self.segment, *pairs, *self.sizes, *strides_of(q, k, b, g)), **self.grad_constants
+            *(q, k, b, g, self.segment, *pairs, *self.sizes, *common.head_strides(q, k, b, g)),
+            **self.grad_constants,
         )
         return pairs
 
@@ -55,15 +56,10 @@ class _Call(DeltaRuleCall):
         pairs, tokens = (self.pairs(v), self.pairs(v)), self.chunks * CHUNK
         U, W = self.empty(v, tokens, self.d_v), self.empty(v, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
-            *(k, v, a, b, g, self.segment, *pairs, U, W, *self.sizes, *strides_of(k, v, a, b, g)),
+            *(k, v, a, b, g, self.segment, *pairs, U, W, *self.sizes, *common.head_strides(k, v, a, b, g)),
             **self.grad_constants,
         )
         return *pairs, U, W
-
-
-def strides_of(*tensors):
-    """Strides of batch, token and head."""
-    return [t.stride()[:3] for t in tensors]
 
 
 def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
@@ -83,15 +79,15 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
         initial = None if initial_state is None else initial_state.to(call.acc).contiguous()
         forward.state_kernel[call.columns()](
             *(k, v, b, g, call.segment, U, W, initial, states, read, final, *call.walk),
-            *strides_of(k, v, b, g),
-            HAS_INITIAL=initial is not None,
+            *common.head_strides(k, v, b, g),
+            **common.has_flags(INITIAL=initial),
             **call.state_constants,
         )
         q_keys, q_writes = call.queried(q, k, b, g)
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         forward.output_kernel[call.grid(call.constants["NV"])](
             *(q, v, g, call.segment, q_keys, q_writes, states, read, o, *call.sizes),
-            *strides_of(q, v, g),
+            *common.head_strides(q, v, g),
             **call.constants,
         )
     return o, final, states if save else None
@@ -109,15 +105,15 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
         q_keys, q_writes = call.queried(q, k, b, g)
         read, d_read = torch.empty_like(U), torch.empty_like(U)
         backward.read_kernel[call.grid(call.constants["NV"])](
-            *(do, call.segment, q_writes, U, W, states, read, d_read, *call.sizes, *strides_of(do)),
+            *(do, call.segment, q_writes, U, W, states, read, d_read, *call.sizes, *common.head_strides(do)),
             **call.constants,
         )
         d_final = None if dfinal_state is None else dfinal_state.to(call.acc).contiguous()
         d_states, d_initial = torch.empty_like(states), torch.empty_like(states[:, :, 0])
         cotangent_kernel[call.columns()](
             *(q, b, g, do, call.segment, W, d_read, d_final, d_states, d_initial, *call.walk),
-            *strides_of(q, b, do, g),
-            HAS_FINAL=d_final is not None,
+            *common.head_strides(q, b, do, g),
+            **common.has_flags(FINAL=d_final),
             ADDS=True,
             WIDE=True,
             **call.state_constants,
@@ -125,16 +121,17 @@ def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, 
         d_right, d_qb = U, q_writes  # which nothing reads any more
         d_qk, d_ak, d_ab = (call.pairs(v) for _ in range(3))
         backward.pair_grad_kernel[call.grid()](
-            *(v, do, call.segment, read, d_qk, d_qb, *call.sizes, *strides_of(v, do)), **call.constants
+            *(v, do, call.segment, read, d_qk, d_qb, *call.sizes, *common.head_strides(v, do)),
+            **call.constants,
         )
         backward.system_grad_kernel[call.grid()](
             *(k, v, g, do, call.segment, q_keys, a_keys, inverses, read, d_read, d_states, d_right),
-            *(d_ak, d_ab, dv, *call.sizes, *strides_of(k, v, g, do)),
-            **call.constants,
+            *(d_ak, d_ab, dv, *call.sizes, *common.head_strides(k, v, g, do)),
+            **call.system_constants,
         )
         backward.key_grad_kernel[call.grid(call.grad_constants["NK"])](
             *(q, k, v, a, b, g, do, call.segment, read, d_right, states, d_states, d_qk, d_qb, d_ak, d_ab),
-            *(dq, dk, da, db, dg, *call.sizes, *strides_of(q, k, v, a, b, g, do)),
+            *(dq, dk, da, db, dg, *call.sizes, *common.head_strides(q, k, v, a, b, g, do)),
             **call.grad_constants,
         )
     return dq, dk, dv, da, db, dg, d_initial

@@ -28,7 +28,7 @@ class _Call(DeltaRuleCall):
 
     def __init__(self, k, v, g, reset):
         super().__init__(k, v, reset, MAX_D_K, decay_per_channel=g.dim() == 4)
-        for constants in (self.constants, self.state_constants, self.grad_constants):
+        for constants in (self.constants, self.state_constants, self.grad_constants, self.system_constants):
             constants["WIDE"] = g.dim() == 4
 
     def solved(self, k, v, g, beta):
@@ -38,7 +38,7 @@ class _Call(DeltaRuleCall):
         U, W = self.empty(k, tokens, self.d_v), self.empty(k, tokens, self.d_k)
         forward.solve_kernel[self.grid()](
             *(k, v, g, beta, self.segment, inverses, U, W, *self.sizes),
-            *(k.stride()[:3], v.stride()[:3], g.stride()[:3]),
+            *common.head_strides(k, v, g),
             SOLVE=self.constants["PRECISION"],
             **self.constants,
         )
@@ -63,14 +63,14 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
         initial = None if initial_state is None else initial_state.to(call.acc).contiguous()
         forward.state_kernel[call.columns()](
             *(k, g, call.segment, U, W, initial, states, written, final, *call.walk),
-            *(k.stride()[:3], g.stride()[:3]),
-            HAS_INITIAL=initial is not None,
+            *common.head_strides(k, g),
+            **common.has_flags(INITIAL=initial),
             **call.state_constants,
         )
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         forward.output_kernel[call.grid(call.constants["NV"])](
             *(q, k, g, call.segment, states, written, o, *call.sizes),
-            *(q.stride()[:3], k.stride()[:3], g.stride()[:3]),
+            *common.head_strides(q, k, g),
             **call.constants,
         )
     return o, final, states if save else None
@@ -83,7 +83,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     g, beta = g.contiguous(), beta.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    with_do = (q.stride()[:3], k.stride()[:3], do.stride()[:3], g.stride()[:3])
+    with_do = common.head_strides(q, k, do, g)
     with common.on_device(v), common.without_asynchronous_products(v):
         inverses, U, W = call.solved(k, v, g, beta)
         written, d_written = torch.empty_like(U), torch.empty_like(U)
@@ -95,7 +95,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         d_states, d_initial = torch.empty_like(states), torch.empty_like(states[:, :, 0])
         cotangent_kernel[call.columns()](
             *(q, k, g, do, call.segment, W, d_written, d_final, d_states, d_initial, *call.walk, *with_do),
-            HAS_FINAL=d_final is not None,
+            **common.has_flags(FINAL=d_final),
             ADDS=False,
             **call.state_constants,
         )
@@ -109,8 +109,8 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         backward.system_grad_kernel[call.grid()](
             *(q, k, v, g, beta, do, call.segment, inverses, written, d_written, states, d_right),
             *(d_reads, d_lower, dv, dbeta, dc, *call.sizes),
-            *(q.stride()[:3], k.stride()[:3], v.stride()[:3], do.stride()[:3], g.stride()[:3]),
-            **call.constants,
+            *common.head_strides(q, k, v, do, g),
+            **call.system_constants,
         )
         backward.key_grad_kernel[call.grid(blocks)](
             *(q, k, g, beta, do, call.segment, written, d_right, states, d_states, d_reads, d_lower, dq, dk),
@@ -120,7 +120,7 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
         if not wide:
             backward.decay_grad_kernel[call.grid()](
                 *(call.segment, dc, shares, dg, call.seqlen, call.nheads),
-                HAS_RESET=reset is not None,
+                **common.has_flags(RESET=reset),
                 Q=CHUNK,
                 NK=blocks,
                 ACC=call.constants["ACC"],

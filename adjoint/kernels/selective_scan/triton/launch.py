@@ -183,15 +183,10 @@ def selective_scan_forward(
             *(u, delta, A, B, C, D, z, delta_bias, reset_u8),
             *(h, y, checkpoints, h_out, decay),
             *(seqlen, d_inner, d_state, split_len, 1),
-            *(*u.stride()[:2], *delta.stride()[:2], *B.stride()[:2], *C.stride()[:2]),
-            *((0, 0) if z is None else z.stride()[:2]),
+            *common.strides(u, delta, B, C, z),
             LOCAL=local,
             SAVE=save,
-            HAS_D=D is not None,
-            HAS_Z=z is not None,
-            HAS_BIAS=delta_bias is not None,
-            HAS_RESET=reset is not None,
-            HAS_INIT=h is not None,
+            **common.has_flags(D=D, Z=z, BIAS=delta_bias, RESET=reset, INIT=h),
             SOFTPLUS=delta_softplus,
             EVERY=saved.CHECKPOINT,
             UNROLL=UNROLL if reset is None else UNROLL // 2,  # resets take registers too
@@ -285,23 +280,20 @@ def selective_scan_backward(
     )
     scratch = empty(batch, splits, programs, (marks * n + per_channel) * rows * lanes + 2 * recent * n)
     flags = {
-        "HAS_Z": z is not None,
-        "HAS_BIAS": delta_bias is not None,
-        "HAS_RESET": reset is not None,
+        **common.has_flags(Z=z, BIAS=delta_bias, RESET=reset),
         "SOFTPLUS": delta_softplus,
         "ACC": common.tl_dtype(acc),
         "num_stages": 1,
         "maxnreg": _registers(registers, acc),
     }
-    z_strides = (0, 0) if z is None else z.stride()[:2]
     c_in = None if dfinal_state is None else dfinal_state.to(acc).transpose(1, 2).contiguous()
     with common.on_device(u):
         if window is not None:
             dinitial = empty(batch, d_state, d_inner)
             step = empty(*u.shape)
             backward_kernels.step_kernel[(triton.cdiv(seqlen, 32), triton.cdiv(d_inner, 128), batch)](
-                *(delta, delta_bias, step, seqlen, d_inner, *delta.stride()[:2]),
-                HAS_BIAS=delta_bias is not None,
+                *(delta, delta_bias, step, seqlen, d_inner, *common.strides(delta)),
+                **common.has_flags(BIAS=delta_bias),
                 SOFTPLUS=delta_softplus,
                 ROWS=32,
                 BLOCK=128,
@@ -319,8 +311,7 @@ def selective_scan_backward(
             n_local, lanes_local, warps_local = local_tile(d_state)
             backward_kernels.adjoint_local_kernel[(triton.cdiv(d_inner, lanes_local), splits, batch)](
                 *(dy, delta, A, wide_C, z, delta_bias, reset_u8, local, decay),
-                *(seqlen, d_inner, d_state, split_len, 1),
-                *(*dy.stride()[:2], *delta.stride()[:2], *wide_C.stride()[:2], *z_strides),
+                *(seqlen, d_inner, d_state, split_len, 1, *common.strides(dy, delta, wide_C, z)),
                 UNROLL=UNROLL,
                 N=n_local,
                 LANES=lanes_local,
@@ -337,15 +328,8 @@ def selective_scan_backward(
                 *(dy, u, delta, A, wide_B, wide_C, D, z, delta_bias, reset_u8, checkpoints, carried, scratch),
                 *(du, ddelta, dz, dB_parts, dC_parts, dA_parts, dD_parts, dbias_parts),
                 *(seqlen, d_inner, d_state, split_len, 1),
-                *(
-                    *dy.stride()[:2],
-                    *u.stride()[:2],
-                    *delta.stride()[:2],
-                    *wide_B.stride()[:2],
-                    *wide_C.stride()[:2],
-                    *z_strides,
-                ),
-                HAS_D=D is not None,
+                *common.strides(dy, u, delta, wide_B, wide_C, z),
+                **common.has_flags(D=D),
                 EVEN=d_state == n,
                 EVERY=saved.CHECKPOINT,
                 TOGETHER=STRETCHES_TOGETHER,
@@ -401,14 +385,13 @@ def _windowed(
     """Launch the windowed backward on the buffers that :func:`selective_scan_backward` made."""
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[0]
-    z_strides = (0, 0) if z is None else z.stride()[:2]
     shared = {key: value for key, value in flags.items() if key not in ("HAS_BIAS", "SOFTPLUS")}
-    shared.update(HAS_FINAL=dfinal is not None, EVERY=saved.CHECKPOINT)
+    shared.update(common.has_flags(FINAL=dfinal), EVERY=saved.CHECKPOINT)
     totals, products = torch.empty_like(checkpoints), torch.empty_like(checkpoints)
     n, lanes, warps = local_tile(d_state)
     windowed_kernels.marks_kernel[(triton.cdiv(d_inner, lanes), splits, batch)](
         *(dy, step, A, C, z, reset, dfinal, totals, products, seqlen, d_inner, d_state, split_len, window, 1),
-        *(*dy.stride()[:2], *C.stride()[:2], *z_strides),
+        *common.strides(dy, C, z),
         N=n,
         LANES=lanes,
         num_warps=warps,
@@ -418,26 +401,9 @@ def _windowed(
     carried = torch.empty((batch, splits, 2, d_state, d_inner), dtype=checkpoints.dtype, device=u.device)
     windowed_kernels.backward_kernel[(dB.shape[1], splits, batch)](
         *(dy, u, step, A, B, C, D, z, reset, checkpoints, totals, products, dfinal, carried, scratch),
-        *(
-            du,
-            ddelta,
-            dz,
-            dB,
-            dC,
-            dA,
-            dD,
-            dbias,
-            dinitial,
-            seqlen,
-            d_inner,
-            d_state,
-            split_len,
-            window,
-            halo,
-            1,
-        ),
-        *(*dy.stride()[:2], *u.stride()[:2], *B.stride()[:2], *C.stride()[:2], *z_strides),
-        HAS_D=D is not None,
+        *(du, ddelta, dz, dB, dC, dA, dD, dbias, dinitial),
+        *(seqlen, d_inner, d_state, split_len, window, halo, 1, *common.strides(dy, u, B, C, z)),
+        **common.has_flags(D=D),
         HAS_BIAS=flags["HAS_BIAS"],
         SOFTPLUS=flags["SOFTPLUS"],
         TOGETHER=STRETCHES_TOGETHER,

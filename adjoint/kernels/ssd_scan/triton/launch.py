@@ -137,20 +137,9 @@ class _Steps:
             self.segment = counts.view(batch, padded)
         grid = (padded // tile["Q"], triton.cdiv(nheads, STEP_HEADS), batch)
         forward.step_kernel[grid](
-            *(
-                dt,
-                A,
-                dt_bias,
-                self.segment,
-                self.step,
-                self.prefix,
-                self.suffix,
-                seqlen,
-                nheads,
-                *dt.stride()[:2],
-            ),
-            HAS_BIAS=dt_bias is not None,
-            HAS_RESET=reset is not None,
+            *(dt, A, dt_bias, self.segment, self.step, self.prefix, self.suffix),
+            *(seqlen, nheads, *common.strides(dt)),
+            **common.has_flags(BIAS=dt_bias, RESET=reset),
             SOFTPLUS=dt_softplus,
             Q=tile["Q"],
             HEADS=STEP_HEADS,
@@ -169,7 +158,7 @@ def _gram(B, C, chunks, tile, acc):
     _launch(
         forward.gram_kernel,
         (chunks * tiles * tiles, ngroups, batch),
-        *(B, C, gram, seqlen, d_state, B.stride()[:3], C.stride()[:3]),
+        *(B, C, gram, seqlen, d_state, *common.head_strides(B, C)),
         **constants,
     )
     return gram
@@ -212,9 +201,9 @@ def ssd_scan_forward(
             forward.chunk_state_kernel,
             (chunks, nheads * triton.cdiv(d_state, outer["N"]), batch),
             *(x, B, s.step, s.prefix, s.suffix, s.segment, local, decay, *sizes),
-            *(x.stride()[:3], B.stride()[:3]),
+            *common.head_strides(x, B),
             REVERSE=False,
-            HAS_RESET=reset is not None,
+            **common.has_flags(RESET=reset),
             **outer,
         )
         init = None if initial_state is None else initial_state.to(acc)
@@ -224,9 +213,8 @@ def ssd_scan_forward(
             forward.output_kernel,
             (chunks * tiles, nheads, batch),
             *(x, C, D, gram, s.step, s.prefix, s.suffix, s.segment, incoming, y, *sizes),
-            *(x.stride()[:3], C.stride()[:3]),
-            HAS_D=D is not None,
-            HAS_RESET=reset is not None,
+            *common.head_strides(x, C),
+            **common.has_flags(D=D, RESET=reset),
             **inner,
         )
     return y, final, incoming if save else None
@@ -280,8 +268,8 @@ def ssd_scan_backward(
     dgram = empty(batch, shares, chunks, ngroups, chunk, chunk)
     by_output, by_input = (empty(batch, nheads, tiles, chunks * chunk) for _ in range(2))
     sizes = (seqlen, nheads, headdim, d_state, nheads // ngroups)
-    flag = {"HAS_RESET": reset is not None}
-    d, xs, b, c = (v.stride()[:3] for v in (dy, x, B, C))
+    flag = common.has_flags(RESET=reset)
+    d, xs, b, c = common.head_strides(dy, x, B, C)
     with common.on_device(x):
         s = _Steps(dt, A, dt_bias, dt_softplus, reset, inner)
         sums = (s.step, s.prefix, s.suffix, s.segment)
@@ -309,7 +297,7 @@ def ssd_scan_backward(
             backward.input_grad_kernel,
             (chunks * tiles, nheads, batch),
             *(dy, x, B, D, gram, *sums, g_out, dx, dD, direct, fed, *sizes, d, xs, b),
-            HAS_D=D is not None,
+            **common.has_flags(D=D),
             **flag,
             **inner,
         )
@@ -341,7 +329,7 @@ def ssd_scan_backward(
                 backward.group_grad_kernel,
                 grid,
                 *(v, other, *sums, state, dgram, out, *sizes[:4], *groups),
-                *(v.stride()[:3], other.stride()[:3]),
+                *common.head_strides(v, other),
                 OF_B=of_b,
                 maxnreg=None if acc == torch.float64 else GROUP_REGISTERS,
                 **flag,
