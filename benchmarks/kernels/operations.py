@@ -286,8 +286,8 @@ def _attention_inputs(s: Size, normal: Normal) -> Tensors:
 def masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's attention of queries to all keys up to their own place, which is at the end, by a mask."""
     tokens, keys = q.shape[2], k.shape[2]
-    seen = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril_(keys - tokens)
-    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    visible = torch.ones(tokens, keys, dtype=torch.bool, device=q.device).tril_(keys - tokens)
+    return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
 
 
 def _attention_work(s: Size) -> tuple[Work, Work]:

@@ -173,7 +173,7 @@ def test_the_compiled_kernel_is_the_reference(
     width: int,
     threads: int,
 ) -> None:
-    """Of rows that begin off a vector's boundary, too, and for threads that share a head."""
+    """Also rows that begin off a vector's boundary, and threads that share a head."""
     monkeypatch.setattr(cpu, "_threads", lambda units, work: min(threads, units))
     torch.manual_seed(0)
     causal, scale = queries == keys, 0.3
