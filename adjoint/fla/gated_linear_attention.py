@@ -45,7 +45,7 @@ def gated_linear_attention(
         o like v, and the final state (batch, heads, d_k, d_v).
     """
     batch, seqlen = q.shape[:2]
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     block = min(BLOCK, 1 << (seqlen - 1).bit_length())
 
     def to_blocks(x: Tensor) -> Tensor:

@@ -90,10 +90,8 @@ def differentiable_once(operation: str) -> Callable[[Callable[..., Any]], Callab
 
 
 def sizes(name: str, x: Tensor, *dims: str) -> torch.Size:
-    """Return a tensor's shape; refuse another number of dimensions, and 0 for one named "... >= 1"."""
-    if x.dim() != len(dims) or any(
-        size == 0 for size, dim in zip(x.shape, dims, strict=True) if dim.endswith(">= 1")
-    ):
+    """Return a tensor's shape; refuse another number of dimensions, and 0 for the second, "seqlen >= 1"."""
+    if x.dim() != len(dims) or (dims[1] == "seqlen >= 1" and not x.shape[1]):
         raise ValueError(f"{name} must have shape ({', '.join(dims)}), got {tuple(x.shape)}")
     return x.shape
 
@@ -114,11 +112,9 @@ def window_and_halo(window: int | None, halo: int, seqlen: int) -> None:
         raise ValueError(f"halo must be from 0 to seqlen - 1 = {seqlen - 1} tokens, got {halo}")
 
 
-def reset_of(seq_idx: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
+def reset_of(seq_idx: Tensor, batch: int, seqlen: int) -> Tensor:
     """Bool (batch, seqlen), True where seq_idx changes; the initial state belongs to the first token's
     document."""
-    if seq_idx is None:
-        return None
     shapes(seq_idx=(seq_idx, batch, seqlen))
     reset = torch.zeros_like(seq_idx, dtype=torch.bool)
     reset[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]

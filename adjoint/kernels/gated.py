@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.kernels import dispatch
+from adjoint.kernels import dispatch, recorded
 from adjoint.kernels.checks import differentiable_once, is_untouched
-from adjoint.kernels.recorded import is_recording
 from adjoint.kernels.swiglu import swiglu, swiglu_backward_
 from adjoint.kernels.swiglu.reference import swiglu_backward
 from adjoint.kernels.unread import is_unread, unread_result
@@ -85,7 +84,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:3])
-        ctx.is_recorded = is_recording()
+        ctx.is_recorded = recorded.current.recording is not None
 
     @staticmethod
     @differentiable_once("a gated linear map")

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_local = threading.local()
-
 
 class _CheapResult(NamedTuple):
     """The memory of a result, which may be gone, and what computes it again."""
@@ -69,21 +67,29 @@ class _Recording:
         return view.clone()
 
 
+class _Current(threading.local):
+    """What this thread records.
+
+    Attributes:
+        recording: the cheap results of the forward that is being recorded; None if none is.
+    """
+
+    recording: _Recording | None = None
+
+
+current = _Current()
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Run the forward of a tile that is recorded: tapes hold no result that `note_cheap_result` names."""
-    noted = _local.recording = _Recording()
+    noted = current.recording = _Recording()
     try:
         with torch.autograd.graph.saved_tensors_hooks(noted.pack, noted.unpack):
             yield
     finally:
-        _local.recording = None
+        current.recording = None
         noted.results = {}
-
-
-def is_recording() -> bool:
-    """Whether the forward that runs in this thread is recorded."""
-    return getattr(_local, "recording", None) is not None
 
 
 def note_cheap_result(result: Tensor, compute: Callable[..., Tensor], *inputs: Tensor | None) -> None:
@@ -93,7 +99,7 @@ def note_cheap_result(result: Tensor, compute: Callable[..., Tensor], *inputs: T
         compute: returns it once more, in memory of its own, from the inputs.
     """
     memory = result.untyped_storage()
-    if is_recording() and result.is_contiguous() and memory.nbytes() == result.nbytes:
-        noted = _local.recording
+    noted = current.recording
+    if noted is not None and result.is_contiguous() and memory.nbytes() == result.nbytes:
         packed = [None if t is None else noted.pack(t.detach()) for t in inputs]
         noted.results[memory._cdata] = _CheapResult(weakref.ref(memory), compute, packed)

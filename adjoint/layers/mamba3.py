@@ -145,7 +145,7 @@ class Mamba3Mixer(Mixer):
         turns = math.pi * torch.tanh(turns.to(dtype))[:, :, None] * dt[..., None]
         once = turns.new_ones(*x.shape[:2], 1)
         angles = linear_scan(once, turns.flatten(2), angle.detach().flatten(1), seq_idx=seq_idx)
-        reset_at = checks.reset_of(seq_idx, *x.shape[:2])
+        reset_at = None if seq_idx is None else checks.reset_of(seq_idx, *x.shape[:2])
         angles, angle, before, after = _Angles.apply(angles.view_as(turns), angle.to(dtype), reset_at)
         h, k_before = (_Frame.apply(t, before, c.is_mimo) for t in (h, k_before))
         k, q = (

@@ -39,9 +39,7 @@ def document_numbers(
             f"seq_idx must be integers of input_ids' shape {tuple(ids.shape)}; got {seq_idx.dtype} of shape "
             f"{tuple(seq_idx.shape)}"
         )
-    begins = reset_of(seq_idx, *ids.shape)
-    assert begins is not None
-    return begins.cumsum(1)
+    return reset_of(seq_idx, *ids.shape).cumsum(1)
 
 
 def from_cu_seqlens(name: str, cu_seqlens: Tensor, ids: Tensor) -> Tensor:

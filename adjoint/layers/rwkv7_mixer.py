@@ -175,5 +175,6 @@ class RWKV7Mixer(Mixer):
         checks.shapes(initial_state=(before, x.shape[0], x.shape[2]))
         after = handed_on(last, x[:, -1].to(before.dtype, copy=True))
         earlier = torch.cat([before.to(x.dtype)[:, None], x[:, :-1]], dim=1)
-        earlier = zero_where(earlier, checks.reset_of(seq_idx, *x.shape[:2]))
+        reset = None if seq_idx is None else checks.reset_of(seq_idx, *x.shape[:2])
+        earlier = zero_where(earlier, reset)
         return earlier - x, after

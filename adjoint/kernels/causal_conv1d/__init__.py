@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.kernels import checks, dispatch, operators
+from adjoint.kernels import checks, dispatch, operators, recorded
 from adjoint.kernels.causal_conv1d import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
-from adjoint.kernels.recorded import is_recording, note_cheap_result
+from adjoint.kernels.recorded import note_cheap_result
 
 LONGEST = 1024  # taps: beyond, an FFT would do less
 SHORT = 8  # taps; with more the operation has other kernels, and so a trial of its own
@@ -85,7 +85,7 @@ def causal_conv1d(
         bias=(bias, channels),
         initial_state=(initial_state, batch, channels, width - 1),
     )
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     operation = "causal_conv1d" if width <= SHORT else "long_conv1d"
     backend, wide, narrow = dispatch.prepare(
         operation, backend, x, reset=reset, d_conv=width, channels=channels
@@ -94,7 +94,7 @@ def causal_conv1d(
     initial = None if initial_state is None else initial_state.to(wide)
     inputs = x.to(narrow), weight.to(wide), bias, initial, reset
     y, tail = _causal_conv1d(*inputs, silu, backend)
-    if is_recording() and y.dtype == x.dtype and width <= SHORT:
+    if recorded.current.recording and y.dtype == x.dtype and width <= SHORT:
         note_cheap_result(y, lambda *again: _causal_conv1d(*again, silu, backend)[0], *inputs)
     return y.to(x.dtype), tail.to(x.dtype)
 

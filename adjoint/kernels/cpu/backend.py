@@ -223,13 +223,6 @@ def _ssd_interval(d_state: int) -> int:
     return max(64, d_state)
 
 
-def _scan_args(
-    u: Tensor, heads: tuple[int, int, int], d_state: int, interval: int, threads: int
-) -> _ScanArgs:
-    """Arguments for u of (batch, seqlen, …); heads: their number, size and groups."""
-    return _ScanArgs(u.shape[0], u.shape[1], *heads, d_state, interval, threads)
-
-
 def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
     return nheads * -(-headdim // _lanes(dtype))
 
@@ -258,7 +251,7 @@ def selective_scan_forward(
     d_state = A.shape[1]
     blocks = _blocks(1, d_inner, u.dtype)
     threads = _threads(batch * blocks, u.numel() * d_state)
-    args = _scan_args(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
+    args = _ScanArgs(batch, seqlen, 1, d_inner, 1, d_state, _selective_interval(d_state), threads)
     y = u.new_empty(batch, seqlen, d_inner)
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
@@ -298,7 +291,7 @@ def selective_scan_backward(
     batch, seqlen, d_inner = u.shape
     d_state = A.shape[1]
     threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
-    args = _scan_args(u, (1, d_inner, 1), d_state, _selective_interval(d_state), threads)
+    args = _ScanArgs(batch, seqlen, 1, d_inner, 1, d_state, _selective_interval(d_state), threads)
     du, ddelta = [u.new_empty(batch, seqlen, d_inner) for _ in range(2)]
     dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
     dB, dC = _partials(args, u, batch, seqlen, 1, d_state)
@@ -357,7 +350,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     d = step_size(dt, dt_bias, dt_softplus)
     units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
     threads = _threads(units, x.numel() * d_state)
-    args = _scan_args(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
+    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
@@ -402,7 +395,7 @@ def ssd_scan_backward(
     d = step_size(dt, dt_bias, dt_softplus)
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
-    args = _scan_args(x, (nheads, headdim, ngroups), d_state, _ssd_interval(d_state), threads)
+    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
     dx = x.new_empty(batch, seqlen, nheads, headdim)
     dd, dexponent = [x.new_empty(batch, seqlen, blocks) for _ in range(2)]
     dB, dC = _partials(args, x, batch, seqlen, ngroups, d_state)

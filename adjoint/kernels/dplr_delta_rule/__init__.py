@@ -84,7 +84,7 @@ def dplr_delta_rule(
         v=(v, batch, seqlen, nheads, v.shape[-1]),
         initial_state=(initial_state, batch, nheads, d_k, v.shape[-1]),
     )
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     backend, wide, narrow = dispatch.prepare(NAME, backend, v, reset=reset, d_k=d_k)
     q, k, v, a, b = (t.to(narrow) for t in (q, k, v, a, b))
     initial = None if initial_state is None else initial_state.to(wide)

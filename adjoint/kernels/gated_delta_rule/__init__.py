@@ -89,7 +89,7 @@ def gated_delta_rule(
         beta=(beta, batch, seqlen, nheads),
         initial_state=(initial_state, batch, nheads, d_k, v.shape[-1]),
     )
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     backend, wide, narrow = dispatch.prepare(_operation(g), backend, v, reset=reset, d_k=d_k)
     q, k, v = (t.to(narrow) for t in (q, k, v))
     g, beta = g.to(wide), beta.to(wide)

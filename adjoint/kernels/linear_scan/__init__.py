@@ -79,7 +79,7 @@ def linear_scan(
         )
     checks.shapes(initial_state=(initial_state, batch, d_state))
     checks.window_and_halo(window, halo, seqlen)
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     dtype = accumulate_dtype(b.dtype)
     initial_state = None if initial_state is None else initial_state.to(dtype)
     a, b_ = a.to(dtype), b.to(dtype)

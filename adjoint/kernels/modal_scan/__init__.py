@@ -78,7 +78,7 @@ def modal_scan(
     )
     checks.window_and_halo(window, halo, seqlen)
     window = None if window is not None and window > seqlen else window  # which cuts nothing
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     backend, wide, narrow = dispatch.prepare("modal_scan", backend, u, window, halo, reset, order=order)
     A_, R_, D_, initial = [None if x is None else x.to(wide) for x in (A, R, D, initial_state)]
     y, final_state, _ = _modal_scan(u.to(narrow), A_, R_, D_, initial, reset, window, halo, backend)

@@ -123,7 +123,7 @@ def selective_scan(
     if groups:
         rest = window, seq_idx, backend, halo
         return _in_groups(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state, *rest)
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     backend, wide, narrow = dispatch.prepare(
         "selective_scan", backend, u, window, halo, reset, d_state=d_state
     )

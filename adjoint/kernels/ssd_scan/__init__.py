@@ -96,7 +96,7 @@ def ssd_scan(
         initial_state=(initial_state, batch, nheads, headdim, B.shape[-1]),
     )
     checks.window_and_halo(window, halo, seqlen)
-    reset = checks.reset_of(seq_idx, batch, seqlen)
+    reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     products = batch * seqlen * B.shape[2] * MambaSSM.CHUNK  # of C and B, which mamba-ssm stores
     backend, wide, narrow = dispatch.prepare(
         "ssd_scan",
