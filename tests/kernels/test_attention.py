@@ -221,10 +221,10 @@ def test_any_caller_gets_the_formula_s_gradients(way: str) -> None:
         function = torch.compile(past_attention, backend="aot_eager", fullgraph=True)
     y, dy = function(*single), torch.randn_like(q)
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        found = [y.detach(), *torch.autograd.grad(y, single, dy)]
+        results = [y.detach(), *torch.autograd.grad(y, single, dy)]
     wide = [t.double().requires_grad_() for t in (q, k, v)]
     y = by_hand(*wide)
-    for a, b in zip(found, [y.detach(), *torch.autograd.grad(y, wide, dy.double())], strict=True):
+    for a, b in zip(results, [y.detach(), *torch.autograd.grad(y, wide, dy.double())], strict=True):
         assert relative(a.double(), b) < 1e-5
 
 

@@ -61,8 +61,8 @@ def test_shapes_of_one_dimension_and_broadcast_ones(shapes: tuple[tuple[int, ...
     gate, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     leaves = [gate, value, *linear.parameters()]
     expected = torch.autograd.grad(linear(F.silu(gate) * value).square().sum(), leaves)
-    found = torch.autograd.grad(gated_linear(gate, value, linear).square().sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
+    gradients = torch.autograd.grad(gated_linear(gate, value, linear).square().sum(), leaves)
+    for ours, theirs in zip(gradients, expected, strict=True):
         assert (ours - theirs).norm() <= 1e-14 * theirs.norm()
 
 
@@ -73,8 +73,8 @@ def test_a_backward_in_an_autocast_of_its_own() -> None:
     gate, value = leaves[:2]
     outputs = gated_linear(gate, value, linear), linear(F.silu(gate) * value)
     with torch.autocast("cpu", torch.bfloat16):
-        found, expected = (torch.autograd.grad(y, leaves, torch.ones_like(y)) for y in outputs)
-    for ours, theirs in zip(found, expected, strict=True):
+        gradients, expected = (torch.autograd.grad(y, leaves, torch.ones_like(y)) for y in outputs)
+    for ours, theirs in zip(gradients, expected, strict=True):
         assert ours.dtype == torch.float32 and (ours - theirs).norm() <= 1e-2 * theirs.norm()
 
 
@@ -83,11 +83,11 @@ def test_forward_mode_differentiates_it() -> None:
     linear = nn.Linear(12, 5).double()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(gate, value)
-        found, expected = (
+        derivative, expected = (
             torch.autograd.forward_ad.unpack_dual(y).tangent
             for y in (gated_linear(dual, value, linear), linear(F.silu(dual) * value))
         )
-    assert found is not None and torch.allclose(found, expected, rtol=1e-14)
+    assert derivative is not None and torch.allclose(derivative, expected, rtol=1e-14)
 
 
 def test_torch_func_differentiates_it() -> None:
