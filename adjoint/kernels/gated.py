@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adjoint.kernels import dispatch, recorded
-from adjoint.kernels.checks import differentiable_once, is_untouched
+from adjoint.kernels.checks import differentiable_once, is_untouched, refusal_of_transforms
 from adjoint.kernels.swiglu import swiglu, swiglu_backward_
 from adjoint.kernels.swiglu.reference import swiglu_backward
 from adjoint.kernels.unread import is_unread, unread_result
@@ -23,8 +23,8 @@ SLICES = 8  # of a recorded backward, which so needs little memory of its own
 
 
 def gated(gate: Tensor, value: Tensor) -> Tensor:
-    """silu(gate) * value, of one shape; of many it keeps both and nothing else for the backward."""
-    if _is_small(gate) or _in_a_transform():
+    """silu(gate) * value; of many of one shape it keeps both and nothing else for the backward."""
+    if _is_small(gate) or gate.shape != value.shape or _in_a_transform():
         return F.silu(gate) * value
     return swiglu(gate, value)
 
@@ -35,7 +35,7 @@ def gated_linear(gate: Tensor, value: Tensor, linear: nn.Module) -> Tensor:
     unread = is_unread(linear)
     if not (unread or is_untouched(linear, nn.Linear)) or not _has_plain_weight(linear, gate):
         return linear(gated(gate, value))
-    if getattr(_local, "kept", False) or _in_a_transform():
+    if getattr(_local, "kept", False) or gate.shape != value.shape or _in_a_transform():
         return linear(gated(gate, value))
     inputs: tuple[Any, ...] = gate, value, linear.weight, linear.bias, unread
     return _GatedLinear.apply(*inputs) if torch.is_grad_enabled() else _GatedLinear.forward(*inputs)
@@ -60,8 +60,8 @@ def _is_small(x: Tensor) -> bool:
 
 
 def _in_a_transform() -> bool:
-    """Whether torch.func transforms what runs now, which it cannot do to operators of ours."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether what runs now is transformed in a way in which operators of ours cannot be."""
+    return not torch.compiler.is_compiling() and refusal_of_transforms() is not None
 
 
 def _has_plain_weight(linear: nn.Module, x: Tensor) -> bool:
@@ -91,11 +91,11 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, value, weight = ctx.saved_tensors
         _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows, d_weight = dy.flatten(0, -2), None
+        rows, d_weight = _rows(dy), None
         if needs_weight:
-            d_weight = rows.t() @ gated(gate, value).flatten(0, -2)
+            d_weight = rows.t() @ _rows(gated(gate, value))
         d_bias = rows.sum(0) if needs_bias else None
-        d = dy @ weight
+        d = (dy @ weight).to(gate.dtype)  # in an autocast that was not the forward's, the product is narrower
         d_value = _backward_in_slices(d, gate, value) if ctx.is_recorded else _backward(d, gate, value)
         return d, d_value, d_weight, d_bias, None
 
@@ -109,10 +109,15 @@ def _backward(d: Tensor, gate: Tensor, value: Tensor) -> Tensor:
 
 def _backward_in_slices(d: Tensor, gate: Tensor, value: Tensor) -> Tensor:
     """Return the cotangent of value in value's memory, which nobody else will read."""
-    rows = [t.flatten(0, -2) for t in (d, gate, value)]
+    rows = [_rows(t) for t in (d, gate, value)]
     # on a CPU the ends of slices would be rounded in another way
     for d_slice, gate_slice, value_slice in zip(
         *(t.chunk(SLICES if t.is_cuda else 1) for t in rows), strict=True
     ):
         value_slice.copy_(_backward(d_slice, gate_slice, value_slice))
     return rows[2].view(value.shape)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """(…, width) → (rows, width)."""
+    return torch.atleast_2d(t).flatten(0, -2)

@@ -188,7 +188,8 @@ class Stack(ChunkedStack):
                 "return_hidden_states": return_hidden_states,
                 "sequence_group": sequence_group is not None,
             }
-            self._agree_on_call(method or Backprop(), options, state is not None and input_ids.shape[1] == 1)
+            is_one_token = state is not None and input_ids.shape[1:] == (1,)
+            self._agree_on_call(method or Backprop(), options, is_one_token)
         self._check(input_ids, labels)
         seq_idx = document_numbers(input_ids, seq_idx, cu_seqlens)
         if method is not None:

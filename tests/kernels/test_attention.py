@@ -193,13 +193,46 @@ def test_the_compiled_kernel_is_the_reference(
 @compiled_only
 def test_which_calls_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full precision on a CPU; PyTorch's kernel runs half precision, and all where nothing is compiled."""
-    q = torch.empty(1, 1, 1, 1)
+    q = torch.empty(1, 1, 1, 16)
     assert [attention._kernel(q.to(d)) for d in (torch.float32, torch.float64)] == ["compiled"] * 2
-    assert attention._kernel(q.bfloat16()) == "cpu"
+    assert attention._kernel(q.bfloat16()) == attention._kernel(q[..., :15]) == "cpu"
     with FakeTensorMode() as mode:
         assert attention._kernel(mode.from_tensor(q)) == "cpu"
     monkeypatch.setattr(cpu.cpu_build, "load", lambda: (None, "no compiler"))
     assert attention._kernel(q) == "cpu"
+
+
+class SubclassTensor(Tensor):
+    """A tensor of which the compiled kernel knows nothing."""
+
+
+@pytest.mark.parametrize("way", ["parameter", "subclass", "compile", "autocast"])
+def test_any_caller_gets_the_formula_s_gradients(way: str) -> None:
+    """Also of a width that is no whole vector, whichever kernel runs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, s, 5) for n, s in ((4, 33), (2, 133), (2, 133)))
+    single = [t.clone().requires_grad_() for t in (q, k, v)]
+    if way == "parameter":
+        single[0] = torch.nn.Parameter(q.clone())
+    elif way == "subclass":
+        single[0] = q.clone().as_subclass(SubclassTensor).requires_grad_()
+    function = past_attention
+    if way == "compile":
+        function = torch.compile(past_attention, backend="aot_eager", fullgraph=True)
+    y, dy = function(*single), torch.randn_like(q)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        results = [y.detach(), *torch.autograd.grad(y, single, dy)]
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    y = by_hand(*wide)
+    for a, b in zip(results, [y.detach(), *torch.autograd.grad(y, wide, dy.double())], strict=True):
+        assert relative(a.double(), b) < 1e-5
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The kernels' own would be zeros without a word."""
+    q, k, v = (torch.randn(1, 2, n, 4).requires_grad_() for n in (3, 7, 7))
+    with pytest.raises(RuntimeError, match="attention to the past is differentiable once"):
+        torch.autograd.grad(past_attention(q, k, v).sum(), q, create_graph=True)
 
 
 def as_by(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:

@@ -55,6 +55,41 @@ def test_gradients_are_those_of_the_formula(bias: bool, frozen: bool) -> None:
             assert (ours - theirs).norm() <= 1e-14 * theirs.norm()
 
 
+@pytest.mark.parametrize("shapes", [((12,), (12,)), ((2, 37, 1), (2, 37, 12)), ((2, 37, 12), (12,))], ids=str)
+def test_shapes_of_one_dimension_and_broadcast_ones(shapes: tuple[tuple[int, ...], ...]) -> None:
+    linear = nn.Linear(12, 5).double()
+    gate, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    leaves = [gate, value, *linear.parameters()]
+    expected = torch.autograd.grad(linear(F.silu(gate) * value).square().sum(), leaves)
+    gradients = torch.autograd.grad(gated_linear(gate, value, linear).square().sum(), leaves)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-14 * theirs.norm()
+
+
+def test_a_backward_in_an_autocast_of_its_own() -> None:
+    """Autograd's product is in bfloat16 there, and its memory half as large."""
+    linear = nn.Linear(12, 5)
+    leaves = [*inputs(torch.float32), *linear.parameters()]
+    gate, value = leaves[:2]
+    outputs = gated_linear(gate, value, linear), linear(F.silu(gate) * value)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradients, expected = (torch.autograd.grad(y, leaves, torch.ones_like(y)) for y in outputs)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert ours.dtype == torch.float32 and (ours - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+def test_forward_mode_differentiates_it() -> None:
+    gate, value = (t.detach() for t in inputs())
+    linear = nn.Linear(12, 5).double()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(gate, value)
+        derivative, expected = (
+            torch.autograd.forward_ad.unpack_dual(y).tangent
+            for y in (gated_linear(dual, value, linear), linear(F.silu(dual) * value))
+        )
+    assert derivative is not None and torch.allclose(derivative, expected, rtol=1e-14)
+
+
 def test_torch_func_differentiates_it() -> None:
     gate, value = (t.detach() for t in inputs())
     linear = nn.Linear(12, 5).double()

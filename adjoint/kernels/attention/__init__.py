@@ -16,11 +16,11 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.kernels import dispatch, operators
 from adjoint.kernels.attention import reference
-from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.kernels.cpu import backend as cpu
 from adjoint.kernels.operation import Operation, register
 
@@ -29,13 +29,14 @@ CUDA_BLOCK = 8 * BLOCK  # where to join a block's output is a pass over memory; 
 
 
 def _kernel(q: Tensor) -> str:
-    """The kernel that attends from such queries, as wide as `kernel_width`: on a CPU the "compiled" one, or
-    PyTorch's, "cpu"; on CUDA "flash" or "efficient", where PyTorch would use them; or "plain" operations, as
-    for float64 on CUDA."""
+    """The kernel that attends from such queries, as wide as `kernel_width`: on a CPU the "compiled" one, of
+    rows of whole vectors, or PyTorch's, "cpu"; on CUDA "flash" or "efficient", where PyTorch would use them;
+    or "plain" operations, as for float64 on CUDA."""
     if dispatch.is_as_on_cuda():
         return {torch.float64: "plain", torch.float32: "efficient"}.get(q.dtype, "flash")
-    if q.device.type == "cpu":  # tensors of a subclass, such as fake ones, may have no memory
-        return "compiled" if type(q) is Tensor and cpu.attention_lanes(q.dtype) else "cpu"
+    if q.device.type == "cpu":
+        lanes = _lanes(q)
+        return "compiled" if lanes and q.shape[3] % lanes == 0 else "cpu"
     if torch.version.hip is None:  # whose kernels read the random numbers' state and pad no log-sum-exp
         like = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
         if torch.backends.cuda.can_use_flash_attention(like):
@@ -43,6 +44,14 @@ def _kernel(q: Tensor) -> str:
         if torch.backends.cuda.can_use_efficient_attention(like):
             return "efficient"
     return "plain"
+
+
+def _lanes(q: Tensor) -> int:
+    """Return the lanes of the compiled kernel, 0 where it cannot run: tensors of a subclass, such as fake
+    ones, may have no memory, and torch.compile cannot trace it."""
+    if torch.compiler.is_compiling() or type(q) not in (Tensor, nn.Parameter):
+        return 0
+    return cpu.attention_lanes(q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -94,11 +103,9 @@ def kernel_width(q: Tensor, v: Tensor) -> int:
     """Width to which rows of queries, keys and values are padded: the wider of keys and values; for compiled
     kernels to whole vectors, for CUDA's to a multiple of 8, above 192 of 64, to which flash fills them up
     anyway."""
-    width, kernel = max(q.shape[3], v.shape[3]), _kernel(q)
-    if kernel == "compiled":
-        return width + -width % cpu.attention_lanes(q.dtype)
-    if kernel == "cpu":
-        return width
+    width = max(q.shape[3], v.shape[3])
+    if q.device.type == "cpu" and not dispatch.is_as_on_cuda():
+        return width + -width % (_lanes(q) or 1)
     return width + -width % (8 if width <= 192 else 64)
 
 
@@ -146,6 +153,7 @@ class _PastAttention(torch.autograd.Function):
         return out[..., :width]
 
     @staticmethod
+    @differentiable_once("attention to the past")
     def backward(ctx: Any, d: Tensor) -> Any:
         q, k, v, k_past, v_past, out, log = ctx.saved_tensors
         d = padded(d, q.shape[3])

@@ -740,7 +740,8 @@ def past_attention_backward(d, q, k, v, out, log, causal, scale):
     dq = _aligned((_threads_of_head(args.threads, heads, blocks), *q.shape), q.dtype).zero_()
     dk, dv = _aligned(tuple(k.shape), q.dtype), _aligned(tuple(k.shape), q.dtype)
     args.set_head_rows(d=d, dk=dk, dv=dv)
-    args.set_pointers(delta=torch.linalg.vecdot(d, out), dq=dq)
+    delta = torch.linalg.vecdot(d, out, out=torch.empty_like(log))  # in autocast, too, of log's dtype
+    args.set_pointers(delta=delta, dq=dq)
     _function("attention", q.dtype)(ctypes.byref(args), 1)
     return _total(dq), dk, dv
 
