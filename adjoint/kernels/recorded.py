@@ -68,7 +68,7 @@ class _Recording:
 
 
 class _Current(threading.local):
-    """What this thread records.
+    """State of a thread.
 
     Attributes:
         recording: the cheap results of the forward that is being recorded; None if none is.
