@@ -21,7 +21,7 @@ from adjoint.engine.distribution import Distribution
 from adjoint.engine.executor import Connections, Executor
 from adjoint.engine.grid import EngineSpec, Grid, Storage
 from adjoint.engine.module_tensors import UntrainedTensors
-from adjoint.engine.schedule import Action, Run, Schedule, forward_and_backward, keep_for
+from adjoint.engine.schedule import Action, Run, Schedule, Send, forward_and_backward, keep_for
 from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.stage import Stage
 from adjoint.engine.storage import IN_FORWARD, Slab
@@ -534,10 +534,11 @@ class ChunkedStep:
             self.backward_actions = self._backward_program()
 
     def _drop_unread_inputs(self) -> None:
-        """Drop the inputs of segments that the backward does not read: those of tapes that are kept."""
+        """Drop inputs of segments that the backward neither reads nor sends: those of tapes that are kept."""
         executor = self.executor
         tiles = [action.tile for action in self.backward_actions if isinstance(action, Run)]
         read = {key for tile in tiles for key in executor.grid.reads(tile)}
+        read |= {action.key for action in self.backward_actions if isinstance(action, Send)}
         for key in [key for key in executor.store if key[0] == "y" and key not in read]:
             executor.drop(key)
 
