@@ -218,6 +218,17 @@ def chunk_size_for(
     return min(LONGEST_GPU_CHUNK, max(256, size // 256 * 256))
 
 
+def _chunk_sizes(seqlen: int, max_chunks: int) -> Iterator[int]:
+    """Yield the sizes of 1, 2, … chunks of a sequence, multiples of 256 tokens; each size once."""
+    chunks = 1
+    while chunks <= max_chunks:
+        units = -(-seqlen // (chunks * 256))
+        yield units * 256
+        if units == 1:
+            return
+        chunks = max(chunks + 1, -(-seqlen // (256 * (units - 1))))
+
+
 def segments_for(
     sizes: Sizes,
     batch: int,
@@ -256,8 +267,7 @@ def segments_for(
         for most in (MOST_OF_MEMORY * memory, (memory - STEP_OF_WEIGHTS * sizes.weights) / 2)
     )
     shortest: SegmentSize | None = None
-    for chunks in range(1, -(-tokens // SHORTEST_GPU_CHUNK) + 1):
-        size = -(-seqlen // (chunks * 256)) * 256
+    for size in _chunk_sizes(seqlen, -(-tokens // SHORTEST_GPU_CHUNK)):
         if size * batch > LONGEST_GPU_CHUNK and size > 256:
             continue
         of_layer = size * batch * tape
