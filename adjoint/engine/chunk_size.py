@@ -42,6 +42,8 @@ STEP_OF_WEIGHTS = 4
 # Layers' inputs that are stored whole, to which increments are added, may take so many times the activations
 # of a layer on a chunk: more of them save additions.
 WHOLE_INPUTS = 2
+# Of recorded segments, whose tape keeps its memory while gradients take the place of the inputs.
+FEWEST_RECORDED_CHUNKS = 3
 # Outputs of attention that are not computed again may take such a share of the activations.
 ATTENTION_SHARE = 0.25
 
@@ -59,6 +61,7 @@ class Sizes:
         layers: number of layers that a segment could end after; 1 if the model is not divided.
         stream: bytes per token of what a layer hands to the next.
         increment: bytes per token of what it adds to that, if this is stored apart (`storage.Increment`).
+        fewest_chunks: of a sequence in segments.
         weights: bytes of the parameters.
         has_attention: whether any layer's state grows with the sequence.
     """
@@ -71,12 +74,17 @@ class Sizes:
     layers: int = 1
     stream: float = 0.0
     increment: float = math.inf
+    fewest_chunks: int = 1
     weights: float = math.inf
     has_attention: bool = False
 
     def without_increments(self) -> Sizes:
-        """Return the sizes of a model whose layers' outputs are stored whole, as by recorded tiles."""
+        """Return the sizes of a model whose layers' outputs are stored whole."""
         return dataclasses.replace(self, increment=math.inf)
+
+    def of_recordings(self) -> Sizes:
+        """Return the sizes of a `Stack` whose tiles are recorded (`engine.programs`)."""
+        return dataclasses.replace(self.without_increments(), fewest_chunks=FEWEST_RECORDED_CHUNKS)
 
     def of_part(self, share: float) -> Sizes:
         """Return the sizes of a shard with such a share of the layers."""
@@ -268,7 +276,8 @@ def segments_for(
     )
     shortest: SegmentSize | None = None
     for size in _chunk_sizes(seqlen, -(-tokens // SHORTEST_GPU_CHUNK)):
-        if size * batch > LONGEST_GPU_CHUNK and size > 256:
+        is_long = size * batch > LONGEST_GPU_CHUNK or -(-seqlen // size) < sizes.fewest_chunks
+        if is_long and size > 256:
             continue
         of_layer = size * batch * tape
         layers = max(1, min(round((inputs / of_layer) ** 0.5), sizes.layers))

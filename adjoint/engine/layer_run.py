@@ -85,7 +85,10 @@ class LayerRun(Stage):
         return next(filter(None, inputs), [])  # the positions, the same for all layers
 
     def program_tensors(self) -> list[Tensor]:
-        return list(dict.fromkeys(t for stage in self.stages for t in stage.program_tensors()))
+        return [t for stage in self.stages for t in stage.program_tensors()]
+
+    def program_sources(self) -> list[Tensor]:
+        return [t for stage in self.stages for t in stage.program_sources()]
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self._run(self.stages, x, state, chunk)

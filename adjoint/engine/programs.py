@@ -463,7 +463,7 @@ class Programs:
         has_weights = bound is not None and bound[1] is stage and bound[0].shares_ends(slots)
         if kind.copies_weights and not has_weights:
             targets += slots.weights
-            sources += stage.tensors
+            sources += stage.stage.program_sources()  # casts are made in the slots
         self.bound = slots, stage
         return targets, sources
 
@@ -792,9 +792,13 @@ class Replayed(StageAround):
         kind.is_verified = True
         self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
 
+    def end_forward(self) -> None:
+        self.stage.end_forward()
+        self._tensors = None  # casts of weights
+
     def end_backward(self) -> None:
         self.stage.end_backward()
-        self._tensors = None  # casts of weights
+        self._tensors = None
 
     def advance(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return self.stage.advance(x, state, chunk)

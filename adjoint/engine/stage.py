@@ -207,6 +207,10 @@ class Stage(abc.ABC):
         """Return all tensors that its tiles read besides their inputs: weights, or casts of them."""
         return []
 
+    def program_sources(self) -> list[Tensor]:
+        """Return what `program_tensors` have the values of, in the same order: of a cast, the weight."""
+        return self.program_tensors()
+
     def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
         """Return the tensors that it reads of a chunk, besides x and the state.
 
@@ -473,6 +477,9 @@ class Layer(Stage):
         tensors = tensors_of(self.block)
         casts = self.casts.cast_weights(self.block, tensors[0].device)
         return [casts.get(t, t) for t in tensors]
+
+    def program_sources(self) -> list[Tensor]:
+        return tensors_of(self.block)
 
     @functools.cached_property
     def _last_product(self) -> nn.Module | None:

@@ -133,7 +133,10 @@ class Mixer(nn.Module):
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         """Return the zero state: a tensor (batch, *shape) per shape, growing dimensions being 0."""
         shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes]
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        state = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        if state:
+            torch._foreach_zero_(state)  # one launch for all
+        return tuple(state)
 
 
 class ScanMixer(Mixer):

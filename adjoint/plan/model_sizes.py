@@ -160,7 +160,7 @@ class Model:
         spec = method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
         if spec.storage.segment_layers is None and layout.world == 1:
             sizes = dataclasses.replace(sizes, weights=self.num_parameters * machine.element)
-            sizes = sizes.without_increments() if method.cuda_graphs else sizes
+            sizes = sizes.of_recordings() if method.cuda_graphs else sizes
             budget = storage.memory
             budget = machine.memory if budget == "auto" else budget
             segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory, budget)

@@ -88,7 +88,7 @@ class ChunkedStack(StackModules):
         sizes = sizes_of_stack(self, batch.ids, weights_on_host=weights.copies_from_host)
         is_divided = not call.has_state and self.tensor_parallel is None and not weights.is_gathered
         if is_divided and spec.storage.segment_layers is None:
-            budget, sizes = spec.storage.memory, sizes.without_increments() if method.cuda_graphs else sizes
+            budget, sizes = spec.storage.memory, sizes.of_recordings() if method.cuda_graphs else sizes
             segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen, budget)
             spec = spec if segments is None else spec.in_segments(*segments)
         return batch, with_attention_bytes(spec, sizes, batch.rows, batch.seqlen)

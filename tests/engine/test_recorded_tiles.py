@@ -18,6 +18,7 @@ import torch
 from adjoint import Exact
 from adjoint.engine import programs
 from adjoint.engine.attention_between import RecordedTile
+from adjoint.engine.autocast import CastWeights
 from adjoint.engine.recorder import CUDAGraphs
 from adjoint.errors import UserError
 from adjoint.kernels import recorded
@@ -138,6 +139,27 @@ def test_autocast() -> None:
             twins.step()
     assert twins.recorder.replays > 0
     assert not any(kind.failed for kind in twins.programs.kinds.values())
+
+
+def test_replayed_tiles_cast_weights_where_recordings_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts beside the arena would have their memory twice."""
+    twins, casts, cast_weights = Twins("mamba2"), list[int](), CastWeights.cast_weights
+
+    def counting(self: CastWeights, *arguments: Any) -> dict[torch.Tensor, torch.Tensor]:
+        casts.append(1)
+        return cast_weights(self, *arguments)
+
+    monkeypatch.setattr(CastWeights, "cast_weights", counting)
+    for model in twins.models:
+        model.model.float()
+    ids = torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            twins.step()
+        assert casts
+        casts.clear()
+        twins.models[1].model(ids, labels=ids, method=twins.methods[1]).loss.backward()
+    assert not casts
 
 
 def test_one_recording_serves_all_layers_of_a_kind() -> None:

@@ -19,6 +19,7 @@ from adjoint.batch import Batch
 from adjoint.engine import chunk_size
 from adjoint.engine.budget import RESERVED_CPU, measurements_of
 from adjoint.engine.chunk_size import (
+    FEWEST_RECORDED_CHUNKS,
     LONGEST_GPU_CHUNK,
     MOST_OF_MEMORY,
     SHARE_OF_CHECKPOINTING,
@@ -434,10 +435,18 @@ def test_increments_are_picked_where_they_are_narrower(seqlen: int) -> None:
     excess = inputs / 2 / (1 + picked.increments)
     assert excess <= WHOLE_INPUTS * picked.chunk_size * tape
     assert inputs / 2 + excess + picked.chunk_size * tape <= SHARE_OF_CHECKPOINTING * (inputs + seqlen * tape)
-    of_recordings = segments_for(MAMBA_LARGE.without_increments(), 1, seqlen, "cuda", 80e9)
-    assert of_recordings is not None
-    assert of_recordings.layers > 1
-    assert of_recordings.increments == 0
+
+
+@pytest.mark.parametrize("seqlen", [2**k for k in range(13, 18)])
+def test_recorded_segments_leave_room_for_gradients(seqlen: int) -> None:
+    """Sizes of mamba-1.27b: a tape's memory stays where gradients take the place of the inputs."""
+    picked = segments_for(MAMBA_LARGE.of_recordings(), 1, seqlen, "cuda", 80e9)
+    assert picked is not None
+    assert picked.layers > 1
+    assert picked.increments == 0
+    assert seqlen / picked.chunk_size > FEWEST_RECORDED_CHUNKS - 1
+    inputs, of_layer = 48 * seqlen * 8192, 2.76e6 / 48
+    assert picked.layers * picked.chunk_size * of_layer < 0.3 * (inputs + seqlen * of_layer)
 
 
 def test_increments_leave_room_for_the_optimizer() -> None:
