@@ -1,6 +1,7 @@
 """`Mixer`, the interface of a layer's mixer: its forward, and facts about it that engine and plans read."""
 
 import importlib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -132,11 +133,23 @@ class Mixer(nn.Module):
 
     def initial_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> State:
         """Return the zero state: a tensor (batch, *shape) per shape, growing dimensions being 0."""
-        shapes = [[batch, *(n or 0 for n in shape)] for shape in self.state_shapes]
-        state = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        if state:
-            torch._foreach_zero_(state)  # one launch for all
-        return tuple(state)
+        return initial_states([self], batch, dtype, device)[0]
+
+
+def initial_states(
+    mixers: Iterable[Mixer], batch: int, dtype: torch.dtype, device: torch.device
+) -> list[State]:
+    """Return the zero state of each mixer (see `Mixer.initial_state`), all by one launch."""
+    states = [
+        tuple(
+            torch.empty([batch, *(n or 0 for n in shape)], dtype=dtype, device=device)
+            for shape in mixer.state_shapes
+        )
+        for mixer in mixers
+    ]
+    if tensors := [tensor for state in states for tensor in state]:
+        torch._foreach_zero_(tensors)
+    return states
 
 
 class ScanMixer(Mixer):

@@ -19,7 +19,7 @@ from adjoint.kernels.checks import accumulate_dtype, is_untouched
 from adjoint.kernels.collectives import copy_to_ranks, gather_tokens
 from adjoint.layers import Block, StackConfig, State
 from adjoint.layers.init import draw_seed, drawn_from
-from adjoint.layers.mixer import reach_of
+from adjoint.layers.mixer import Mixer, initial_states, reach_of
 from adjoint.layers.norm import RMSNorm
 from adjoint.layers.strands import (
     complement_of,
@@ -332,4 +332,7 @@ class StackModules(nn.Module):
         They are float32, in a float64 model float64."""
         weight = next(self.parameters())
         dtype = accumulate_dtype(weight.dtype)
-        return [block.mixer.initial_state(batch, dtype, device_of(self)) for block in self.blocks()]
+        mixers, like = [block.mixer for block in self.blocks()], (batch, dtype, device_of(self))
+        if all(getattr(type(mixer), "initial_state", None) is Mixer.initial_state for mixer in mixers):
+            return initial_states(mixers, *like)
+        return [mixer.initial_state(*like) for mixer in mixers]
