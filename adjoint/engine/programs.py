@@ -262,9 +262,7 @@ class Programs:
                 "cuda_graphs: no layer of this step is recorded; those of a wrapped model are with "
                 "segment_layers, which chunk_size by itself leaves out"
             )
-        counts: dict[Hashable, int] = {}
-        for member in replayed:
-            counts[member.structure] = counts.get(member.structure, 0) + 1
+        counts = collections.Counter([member.structure for member in replayed])
         for stage in arranged:
             if isinstance(stage, Replayed):
                 stage.is_whole_stage = True
@@ -351,9 +349,8 @@ class Programs:
             kind.extra_bytes = error.nbytes
             kind.drop()
             return None
-        except (
-            Exception
-        ) as error:  # the stage itself runs next, and raises it again if it is not the recording's
+        except Exception as error:
+            # the stage itself runs next, and raises it again if it is not the recording's
             self.fail(kind, stage, (str(error) or type(error).__name__).splitlines()[0])
             return None
         finally:
@@ -923,10 +920,9 @@ class _EagerTape(Tape):
         self.stage, self.kind = stage, kind
 
     def __call__(self, dy: Tensor | None, dstate: Cotangents) -> tuple[Tensor | None, Cotangents]:
-        programs = self.stage.programs
-        programs.store_sums()
+        self.stage.programs.store_sums()
         if self.kind is not None:
-            programs.note_pullback(self.kind, self.stage, dy)
+            self.stage.programs.note_pullback(self.kind, self.stage, dy)
         return self.pullback(dy, dstate)
 
     def check_is_ours(self) -> None:
