@@ -172,6 +172,7 @@ template <class T> void run_attention(const AttentionArgs& s, bool backward) {
 }  // namespace
 
 extern "C" {
+int adjoint_attention_block(int of_keys) { return of_keys ? KEYS : QUERIES; }
 void adjoint_attention_f32(const AttentionArgs* s, int backward) { run_attention<float>(*s, backward); }
 void adjoint_attention_f64(const AttentionArgs* s, int backward) { run_attention<double>(*s, backward); }
 }
