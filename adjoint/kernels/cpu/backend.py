@@ -778,13 +778,22 @@ def past_attention_forward(q, k, v, causal, scale):
     return out, log
 
 
-def past_attention_backward(d, q, k, v, out, log, causal, scale):
+def past_attention_delta(d: Tensor, out: Tensor, log: Tensor) -> Tensor:
+    """Return d · out of each query, like log, also in autocast: what the backward reads of the output."""
+    return torch.linalg.vecdot(d, out, out=torch.empty_like(log))
+
+
+def past_attention_backward(d, q, k, v, out, log, causal, scale, delta=None):
+    """The reference's cotangents.
+
+    Args:
+        delta: `past_attention_delta` of the same queries, if it is known."""
     blocks = -(-k.shape[2] // _attention_block(of_keys=True))
     args = _attention_args(q, k, v, causal, scale, blocks)
     heads = args.batch * args.heads
     dq = _aligned((_threads_of_head(args.threads, heads, blocks), *q.shape), q.dtype).zero_()
     dk, dv = _aligned(tuple(k.shape), q.dtype), _aligned(tuple(k.shape), q.dtype)
-    delta = torch.linalg.vecdot(d, out, out=torch.empty_like(log))  # in autocast, too, of log's dtype
+    delta = past_attention_delta(d, out, log) if delta is None else delta
     args.set_inputs(d=d, log=log, delta=delta)
     args.set_outputs(dq=dq, dk=dk, dv=dv)
     args.run("attention", q.dtype, 1)
