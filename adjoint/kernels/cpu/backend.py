@@ -46,11 +46,13 @@ class _Args(ctypes.Structure):
             they are contiguous.
         dtypes: of the tensors that have another dtype than the function's, by name.
         aligned: names of contiguous tensors that the function reads by whole vectors.
+        nonzero_sizes: names of sizes without which all results are zero; no function runs where one is 0.
     """
 
     kinds: ClassVar[Mapping[str, Any]]
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"reset": torch.bool}
     aligned: ClassVar[frozenset[str]] = frozenset()
+    nonzero_sizes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         cls.kinds = {field[0]: field[1] for field in cls._fields_}
@@ -86,6 +88,11 @@ class _Args(ctypes.Structure):
                     f"the compiled CPU kernels cannot write {name} where it is: shape {tuple(x.shape)}, "
                     f"strides {x.stride()}, address {x.data_ptr():#x}; pass a contiguous tensor"
                 )
+            if x is not None and self._is_empty():
+                x.zero_()
+
+    def _is_empty(self) -> bool:
+        return any(getattr(self, name) == 0 for name in self.nonzero_sizes)
 
     def run(self, function: str, dtype: torch.dtype, *options: int) -> None:
         """Call a compiled function on these arguments.
@@ -100,7 +107,8 @@ class _Args(ctypes.Structure):
                     f"the compiled CPU kernel {function} needs {name} in {expected} on the CPU, "
                     f"got {x.dtype} on {x.device}"
                 )
-        _function(function, dtype)(ctypes.byref(self), *options)
+        if not self._is_empty():
+            _function(function, dtype)(ctypes.byref(self), *options)
 
 
 _ArgsOfRows = TypeVar("_ArgsOfRows", bound=_Args)
@@ -119,6 +127,7 @@ class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
         *((name, _PTR) for name in ("dB", "dC", "dA", "dD", "ddelta_bias", "dfinal_state", "dinitial_state")),
     ]
     aligned = frozenset({"checkpoints"})
+    nonzero_sizes = "nheads", "headdim"
 
 
 class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
@@ -130,6 +139,7 @@ class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
         *((name, _PTR) for name in ("dx", "dweight", "dbias", "dinitial_state")),
     ]
     dtypes = {"reset": torch.bool, "dweight": torch.float64, "dbias": torch.float64}
+    nonzero_sizes = ("channels",)
 
 
 class _FilterArgs(_Args):  # mirrors FilterArgs in filter.cpp
@@ -141,6 +151,7 @@ class _FilterArgs(_Args):  # mirrors FilterArgs in filter.cpp
         *((name, _PTR) for name in ("dx", "dweight", "dinitial_state")),
     ]
     dtypes = {"reset": torch.bool, "dweight": torch.float64}
+    nonzero_sizes = ("channels",)
 
 
 class _ModalArgs(_Args):  # mirrors ModalArgs in modal.cpp
@@ -154,6 +165,7 @@ class _ModalArgs(_Args):  # mirrors ModalArgs in modal.cpp
         *((name, _PTR) for name in ("dfinal_state", "dinitial_state", "du", "dpole", "dR", "dD")),
     ]
     dtypes = {"reset": torch.bool, **dict.fromkeys(("pole", "R", "D", "dpole", "dR", "dD"), torch.float64)}
+    nonzero_sizes = ("channels",)
 
 
 class _AttentionArgs(_Args):  # mirrors AttentionArgs in attention.cpp
@@ -171,6 +183,7 @@ class _LinearArgs(_Args):  # mirrors LinearArgs in linear.h
         *((name, _PTR) for name in ("a", "b", "initial_state", "h", "dh", "da", "db", "dinitial_state")),
         ("reset", _PTR),
     ]
+    nonzero_sizes = ("d_state",)
 
 
 class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
@@ -191,6 +204,7 @@ class _SwigluArgs(_Args):  # mirrors SwigluArgs in swiglu.cpp
         *((name, _PTR) for name in ("gate", "value", "d", "y", "d_gate", "d_value")),
         *((name, _I64) for name in ("gate_stride", "value_stride", "d_stride")),
     ]
+    nonzero_sizes = ("width",)
 
 
 class _DeltaArgs(_Args):  # mirrors DeltaArgs in delta.cpp
@@ -201,6 +215,7 @@ class _DeltaArgs(_Args):  # mirrors DeltaArgs in delta.cpp
         *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
         *((name, _PTR) for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")),
     ]
+    nonzero_sizes = "nheads", "d_k", "d_v"
 
 
 class _DplrArgs(_Args):  # mirrors DplrArgs in dplr.cpp
@@ -210,6 +225,7 @@ class _DplrArgs(_Args):  # mirrors DplrArgs in dplr.cpp
         *((name, _PTR) for name in ("initial_state", "reset", "o", "final_state", "checkpoints")),
         *((name, _PTR) for name in ("dfinal_state", "dq", "dk", "dv", "da", "db", "dg", "dinitial_state")),
     ]
+    nonzero_sizes = "nheads", "d_k", "d_v"
 
 
 def _library() -> ctypes.CDLL:
@@ -467,7 +483,8 @@ def ssd_scan_backward(
         decay = (d * A).contiguous()  # as in the forward
         args.set_outputs(decay=decay)
         args.run("scan", x.dtype, 1, 1)
-        dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
+        per_head = nheads, _blocks(1, headdim, x.dtype)
+        dd, dexponent = (g.unflatten(2, per_head).sum(-1) for g in (dd, dexponent))
         dexponent *= decay
     ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
@@ -709,12 +726,12 @@ def _channel_args(kind: type[_ArgsOfRows], *sizes: int, **tensors: Tensor | None
         sizes: those between the width and the number of threads. tensors: by field, the first not None."""
     first = next(iter(tensors.values()))
     assert first is not None
-    width = first.shape[-1]
-    count = first.numel() // width
+    *_, width = first.shape
+    count = first.shape[:-1].numel()
     args = kind(count, width, *sizes, _threads(count, 4 * first.numel()))
     for name, tensor in tensors.items():
         if tensor is not None:
-            rows = tensor.reshape(-1, width)
+            rows = tensor.reshape(count, width)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
             vars(args)[name] = rows
             setattr(args, name, rows.data_ptr())
