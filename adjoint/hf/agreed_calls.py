@@ -2,7 +2,8 @@
 
 Such ranks gather every weight at the same time, so they run the same trials and the same number of chunks.
 One may have documents or padding where another has none, and all run what any of them needs. A rank that
-gives another argument, or another mode, is refused: it would run a trial that the others do not wait for."""
+gives another argument, or another mode, is refused: it would run a trial that the others do not wait for.
+Where all run the model's own forward (`Backprop`), only the method has to be the same."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from adjoint.hf.model_parts import (
 )
 from adjoint.hf.original_forward import holds_tokens
 from adjoint.hf.wrap_state import CallNeeds
+from adjoint.methods import is_plain
 from adjoint.parallel import agreement
 from adjoint.parallel.access import has_all_weights
 
@@ -31,8 +33,9 @@ OTHER_ARGUMENTS = "arguments that its forward does not name"
 def agree_on_call(call: Call) -> CallNeeds | None:
     """Return what the calls of all ranks need that gather this model's weights; None if none do.
 
-    It is None as well for one token after a cache where this rank has all weights, as in generation: there
-    nothing is tried, and ranks may generate different numbers of tokens.
+    It is None as well where this rank has all weights and nothing is tried: for one token after a cache, as
+    in generation, and for the model's own forward without gradients. There ranks may make different numbers
+    of calls.
 
     Raises:
         UserError: the ranks' calls differ in an argument or a mode; all of them raise it.
@@ -40,10 +43,12 @@ def agree_on_call(call: Call) -> CallNeeds | None:
     if not current_holding(call.model).kind.is_gathered:
         return None
     weights, has_past = current_weights(call.model), holds_tokens(call.cache)
-    if has_past and call.seqlen == 1 and has_all_weights(weights.root):
+    is_evaluation = is_plain(vars(call.model)["_adjoint"].method) and not torch.is_grad_enabled()
+    is_alone = is_evaluation or (has_past and call.seqlen == 1)
+    if is_alone and has_all_weights(weights.root):
         return None
     tokens_after_cache = None if not has_past else "one" if call.seqlen == 1 else "several"
-    described = {**_describe(call), "how many tokens come after a cache": tokens_after_cache}
+    described = _describe(call, tokens_after_cache)
     is_padded = call.begins_with_padding and not call.has_documents and not has_past
     padded = [is_padded and call.has(POSITIONS) == has_positions for has_positions in (False, True)]
     documents, *padded_anywhere = agreement.agree_on_call(
@@ -53,7 +58,7 @@ def agree_on_call(call: Call) -> CallNeeds | None:
     return CallNeeds(bool(documents), without_positions, with_positions)
 
 
-def _describe(call: Call) -> dict[str, object]:
+def _describe(call: Call, tokens_after_cache: str | None) -> dict[str, object]:
     """Map names to what must be the same on all ranks: which arguments are given, flags, and modes."""
     named = {*forward_parameters(call.model), *SUPPORTED_INPUTS, *LABEL_INPUTS}
     described: dict[str, object] = {
@@ -61,14 +66,17 @@ def _describe(call: Call) -> dict[str, object]:
         for name in sorted(named - FREE_ARGUMENTS)
     }
     positions = call.arguments.get(POSITIONS)
-    return {
-        **described,
+    described |= {
         "the components of position_ids": len(positions)
         if isinstance(positions, Tensor) and positions.dim() == 3
         else 1,
+        "how many tokens come after a cache": tokens_after_cache,
         OTHER_ARGUMENTS: sorted(call.provided - named),
         "whether gradients are on": torch.is_grad_enabled(),
         "training or evaluation mode": root_of(call.model).training,
-        "the method": repr(vars(call.model)["_adjoint"].method),
         "the outputs asked for": agreement.describe(call.extra_outputs),
     }
+    method = vars(call.model)["_adjoint"].method
+    if is_plain(method):
+        described = dict.fromkeys(described, agreement.NOT_COMPARED)
+    return {**described, "the method": repr(method)}

@@ -168,7 +168,7 @@ def lm_forward(self: PreTrainedModel, arguments: dict[str, object]) -> ModelOutp
     with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
         if wrap_state.uses_original_forward:
             return call.run_original()
-        needs = agree_on_call(call) if _has_ranks() and not is_plain(wrap_state.method) else None
+        needs = agree_on_call(call) if _has_ranks() else None
         if not call.has_labels:
             return _lm_without_labels(call, wrap_state, needs)
         group = wrap_state.group
@@ -258,10 +258,12 @@ def backbone_forward(self: PreTrainedModel, arguments: dict[str, object]) -> Mod
     wrap_state = wrap_state_or_original(self)
     call = _with_dropped_inputs(Call(self, arguments), wrap_state.lm_call.inputs)
     with wrap_state.during_call(lambda: current_weights(self).abandon_call()):
-        if wrap_state.uses_original_forward or is_plain(wrap_state.method) or call.is_chunk:
+        if wrap_state.uses_original_forward or call.is_chunk:
             return call.run_original()
         lm_call = wrap_state.lm_call
         needs = lm_call.needs if lm_call.has_agreed else agree_on_call(call) if _has_ranks() else None
+        if is_plain(wrap_state.method):
+            return call.run_original()
         if needs is None:
             return _route_backbone(call, wrap_state)
         with inside_forward(root_of(self)):

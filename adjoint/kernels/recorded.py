@@ -44,6 +44,19 @@ class _Recording:
         self.results: dict[int, _CheapResult] = {}
         self.latest: tuple[_CheapResult, Tensor] | None = None
 
+    def note_cheap_result(
+        self, result: Tensor, compute: Callable[..., Tensor], *inputs: Tensor | None
+    ) -> None:
+        """Have the tape compute a contiguous result again where autograd would keep it.
+
+        Args:
+            compute: returns it once more, in memory of its own, from the inputs.
+        """
+        memory = result.untyped_storage()
+        if result.is_contiguous() and memory.nbytes() == result.nbytes:
+            packed = [None if t is None else self.pack(t.detach()) for t in inputs]
+            self.results[memory._cdata] = _CheapResult(weakref.ref(memory), compute, packed)
+
     def pack(self, saved: Tensor) -> Tensor | _View:
         cheap = self.results.get(saved.untyped_storage()._cdata)
         if cheap is None or cheap.memory() is None:
@@ -82,7 +95,7 @@ current = _Current()
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Run the forward of a tile that is recorded: tapes hold no result that `note_cheap_result` names."""
+    """Run the forward of a tile that is recorded: tapes hold no result that `current.recording` notes."""
     noted = current.recording = _Recording()
     try:
         with torch.autograd.graph.saved_tensors_hooks(noted.pack, noted.unpack):
@@ -90,16 +103,3 @@ def recording() -> Iterator[None]:
     finally:
         current.recording = None
         noted.results = {}
-
-
-def note_cheap_result(result: Tensor, compute: Callable[..., Tensor], *inputs: Tensor | None) -> None:
-    """Have a recording's tape compute a contiguous result again where autograd would keep it.
-
-    Args:
-        compute: returns it once more, in memory of its own, from the inputs.
-    """
-    memory = result.untyped_storage()
-    noted = current.recording
-    if noted is not None and result.is_contiguous() and memory.nbytes() == result.nbytes:
-        packed = [None if t is None else noted.pack(t.detach()) for t in inputs]
-        noted.results[memory._cdata] = _CheapResult(weakref.ref(memory), compute, packed)

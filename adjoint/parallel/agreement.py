@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import types
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -43,6 +44,7 @@ NAMES_OF_ROWS = ("the number of rows", "the number of tokens", "input_ids")
 # Endings of names of attributes that say which part of split weights a rank has.
 SPLIT_ATTRIBUTES = (".num_embeddings", ".in_features", ".out_features", ".shard")
 COMPOSABLE_STATE = "__composable_api_state_key"  # begins names that fully_shard draws in each process
+NOT_COMPARED = "not compared"  # what a call's description has for what may differ
 MAX_DEPTH = 5  # of containers and closures inside each other
 # (version, number) of tensors whose numbers have been computed
 _numbers: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
@@ -88,7 +90,8 @@ def agree_on_call(
     Args:
         weights: gathered ones, which every rank holds in the same way.
         subject: of the message.
-        described_call: what the ranks' calls must have in common, by names of the user's.
+        described_call: what the ranks' calls must have in common, by names of the user's, the same ones on
+            all ranks. What is NOT_COMPARED on a rank may differ there from the others'.
 
     Raises:
         UserError: the calls differ; all ranks raise it.
@@ -98,9 +101,12 @@ def agree_on_call(
     if high == -low:
         return largest
     numbers = [zlib.crc32(repr(value).encode()) for value in described_call.values()]
-    bounds = weights.largest(*numbers, *(-n for n in numbers))
+    is_compared = [value is not NOT_COMPARED for value in described_call.values()]
+    signed = [*numbers, *(-n for n in numbers)]  # the largest are the highest, and the lowest with a minus
+    pairs = zip(signed, is_compared * 2, strict=True)
+    bounds = weights.largest(*(n if compared else -math.inf for n, compared in pairs))
     highest, lowest = bounds[: len(numbers)], bounds[len(numbers) :]
-    names = [n for n, a, b in zip(described_call, highest, lowest, strict=True) if a != -b]
+    names = [n for n, a, b in zip(described_call, highest, lowest, strict=True) if a > -b]
     raise UserError(
         f"{subject} under {weights.name}: all ranks run a call together, and their calls differ in "
         f"{', '.join(names)}: give the same arguments in the same mode on all ranks"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.nn import functional as F
 
 import adjoint
 from adjoint.batch import Batch
@@ -783,6 +784,27 @@ def other_arguments(rank: int) -> None:
             ):
                 model.train()(**after, past_key_values=cache, use_cache=True)
     model(**inputs).loss.backward()
+
+
+@case
+def other_methods(rank: int) -> None:
+    """One rank's model runs its own forward, the other's runs by chunks: both are refused in one line. Where
+    both run their own, arguments may differ."""
+    ids = rows()[rank : rank + 1]
+    for plain_rank in (0, 1):
+        method = adjoint.Backprop() if rank == plain_rank else METHOD
+        model, backbone = (shard(adjoint.wrap(m, method)) for m in (make(LLAMA), make(LLAMA).model))
+        for each, labels in ((model, {"labels": ids}), (model, {}), (backbone, {})):
+            with pytest.raises(UserError, match=r"under fully_shard: .* differ in the method: give the") as e:
+                each(input_ids=ids, **labels)
+            assert "\n" not in str(e.value)
+    model = shard(adjoint.wrap(make(LLAMA), adjoint.Backprop()))
+    output = model(input_ids=ids, **({"labels": ids} if rank else {}))
+    by_hand = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    (output.loss if rank else by_hand).backward()
+    reference = make(LLAMA)
+    each_row = [lambda m, i=i: m(rows()[i : i + 1], labels=rows()[i : i + 1]).loss / 2 for i in range(2)]
+    assert_same(whole_gradients(model), unsharded(reference, *each_row))
 
 
 @case

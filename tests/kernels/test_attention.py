@@ -202,6 +202,36 @@ def test_which_calls_run_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention._kernel(q) == "cpu"
 
 
+@compiled_only
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("past", "pasts"), [(0, 0), (70, 1)])
+def test_what_all_blocks_of_the_past_need_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch, past: int, pasts: int
+) -> None:
+    """d · out once for the own keys and once for the past's five blocks, and nothing for no past."""
+    calls = {"past_attention_delta": 0, "past_attention_backward": 0, "past_backward": 0}
+
+    def count(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(cpu, "past_attention_delta")
+    count(cpu, "past_attention_backward")
+    count(attention, "past_backward")
+    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (33, past + 33, past + 33))
+    torch.autograd.grad(past_attention(q, k, v).sum(), (q, k, v))
+    assert calls == {
+        "past_attention_delta": 1 + pasts,
+        "past_attention_backward": 1 + 5 * pasts,
+        "past_backward": pasts,
+    }
+
+
 class SubclassTensor(Tensor):
     """A tensor of which the compiled kernel knows nothing."""
 

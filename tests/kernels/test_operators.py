@@ -274,6 +274,29 @@ def test_nothing_has_no_output_and_gradients_of_nothing(operation: str, batch: i
                     assert torch.equal(g, torch.zeros_like(t))
 
 
+@pytest.mark.parametrize("size", ["d", "n", "h"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_channels_states_or_heads_are_the_reference_s(operation: str, size: str) -> None:
+    """Outputs and gradients that are empty, zero or without the state's part; or a refusal in one line."""
+    found: list[list[Tensor] | str] = []
+    for backend in ("reference", BACKENDS[-1]):
+        case = make_case(operation, 7, backend=backend, **{size: 0})
+        tensors = tensors_of(case)
+        try:
+            outputs = run(case, tensors)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            loss = sum(y.square().sum() for y in outputs)
+            found.append([*outputs, *torch.autograd.grad(loss, list(tensors.values()))])
+    expected, results = found
+    if isinstance(expected, str):
+        assert results == expected and "\n" not in expected
+    else:
+        for result, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, reference, rtol=1e-10, atol=1e-12)
+
+
 # ----------------------------------------------------------------------------------------------- surroundings
 
 

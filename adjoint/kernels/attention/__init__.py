@@ -72,7 +72,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 
 
 def _attend_backward(
-    d: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor, causal: bool, scale: float
+    d: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log: Tensor,
+    causal: bool,
+    scale: float,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cotangents of q, k and v. Every kernel reads only `out` and `log` of the forward: it makes the
     softmax again as exp(scores - log) and takes Σ d · out from each of its cotangents. So with the output and
@@ -81,10 +89,11 @@ def _attend_backward(
     Args:
         d, out: (batch, heads, tokens, width), in memory token by token. log: (batch, heads, tokens),
             contiguous: CUDA's kernels take both to lie so without looking.
+        delta: d · out by `_delta`, if it is known.
     """
     kernel, aten = _kernel(q), torch.ops.aten
     if kernel == "compiled":
-        return cpu.past_attention_backward(d, q, k, v, out, log, causal, scale)
+        return cpu.past_attention_backward(d, q, k, v, out, log, causal, scale, delta)
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(d, q, k, v, out, log, 0.0, causal, scale=scale)
@@ -97,6 +106,11 @@ def _attend_backward(
         backward = aten._scaled_dot_product_efficient_attention_backward
         return backward(d, q, k, v, None, out, log, None, None, 0.0, which_gradients, causal, scale=scale)[:3]
     return reference.past_attention_backward(d, q, k, v, out, log, causal, scale)
+
+
+def _delta(d: Tensor, q: Tensor, out: Tensor, log: Tensor) -> Tensor | None:
+    """d · out of each query, for several calls of `_attend_backward`; None where the kernel computes it."""
+    return cpu.past_attention_delta(d, out, log) if _kernel(q) == "compiled" else None
 
 
 def kernel_width(q: Tensor, v: Tensor) -> int:
@@ -167,7 +181,8 @@ class _PastAttention(torch.autograd.Function):
                 for cotangent, of_block in zip((dk_past, dv_past), d, strict=True):
                     cotangent[:, :, start : start + of_block.shape[2]] = of_block
 
-        dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
+        if k_past.shape[2]:
+            dq += past_backward(d, q, (k_past, v_past), out, log, ctx.scale, gather)
         for pair in ctx.shared:
             _shared_backward(dq, d, q, pair, out, log, ctx.scale)
         return dq[..., : k.shape[3]], dk, dv, dk_past, dv_past, None, None, None, None
@@ -211,8 +226,9 @@ def past_backward(
     groups, dq = q.shape[1] // k.shape[1], None
     d, q, out = (_folded(t, groups) for t in (d, q, out))
     log = log.reshape(q.shape[:3]).contiguous()
+    delta = _delta(d, q, out, log)
     for start, of_k, of_v in _blocks(q, k, v):
-        dq_block, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale)
+        dq_block, *d_block = _attend_backward(d, q, of_k, of_v, out, log, False, scale, delta)
         dq = dq_block if dq is None else dq.to(log.dtype).add_(dq_block)
         assert gather is not None
         gather(start, *(t[..., : p.shape[3]] for t, p in zip(d_block, (k, v), strict=True)))

@@ -9,7 +9,6 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators, recorded
 from adjoint.kernels.causal_conv1d import reference, trial
 from adjoint.kernels.operation import CPU, Code, Operation, register
-from adjoint.kernels.recorded import note_cheap_result
 
 LONGEST = 1024  # taps: beyond, an FFT would do less
 SHORT = 8  # taps; with more the operation has other kernels, and so a trial of its own
@@ -94,8 +93,9 @@ def causal_conv1d(
     initial = None if initial_state is None else initial_state.to(wide)
     inputs = x.to(narrow), weight.to(wide), bias, initial, reset
     y, tail = _causal_conv1d(*inputs, silu, backend)
-    if recorded.current.recording and y.dtype == x.dtype and width <= SHORT:
-        note_cheap_result(y, lambda *again: _causal_conv1d(*again, silu, backend)[0], *inputs)
+    recording = recorded.current.recording
+    if recording is not None and y.dtype == x.dtype and width <= SHORT:
+        recording.note_cheap_result(y, lambda *again: _causal_conv1d(*again, silu, backend)[0], *inputs)
     return y.to(x.dtype), tail.to(x.dtype)
 
 

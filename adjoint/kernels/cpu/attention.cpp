@@ -46,11 +46,6 @@ template <class T> struct Attention {
     memory.assign(numbers / L, Vt{});
     return (T*)memory.data();
   }
-  // f(sum, row, vector) for each vector of a tile that begins at row i and vector v.
-  template <int R, int C, class F> static ALWAYS_INLINE void each(Vt (&sum)[R][C], int64_t i, int64_t v, F f) {
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) f(sum[r][c], i + r, v + c);
-  }
   // Rows as columns, (width, size), of which those past `count` are zero.
   void transpose(const T* from, int64_t stride, int64_t count, T* to, int64_t size) const {
     for (int64_t v = 0; v < WV; v++) transpose_column<T>(from + v * L, stride, count, to + v * L * size, size);
@@ -60,7 +55,7 @@ template <class T> struct Attention {
   template <class F> ALWAYS_INLINE void add(T* to, int64_t rows, int64_t depth, Left<T> left, const T* right, int64_t right_row, F factor) const {
     in_tiles<T>(rows, WV, [&](auto& sum, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA {
       add_product<T>(sum, depth, {left.data + i * left.row, left.row, left.column}, {right + v * L, right_row, L});
-      each(sum, i, v, [&](Vt x, int64_t r, int64_t c) ALWAYS_INLINE_LAMBDA {
+      each_of_tile(sum, i, v, [&](Vt x, int64_t r, int64_t c) ALWAYS_INLINE_LAMBDA {
         Vt& total = at(to + r * W + c * L);
         total = total * factor(r) + x;
       });
@@ -85,7 +80,7 @@ template <class T> struct Attention {
         const T* keys = row(s.k, head, start);
         in_tiles<T>(n, MV, [&](auto& scores, int64_t j, int64_t v) ALWAYS_INLINE_LAMBDA {
           add_product<T>(scores, W, {keys + j * s.k.token_stride, s.k.token_stride, 1}, {by_channel + v * L, M, L});
-          each(scores, j, v, [&](Vt x, int64_t r, int64_t c) ALWAYS_INLINE_LAMBDA { at(P + r * M + c * L) = x * power; });
+          each_of_tile(scores, j, v, [&](Vt x, int64_t r, int64_t c) ALWAYS_INLINE_LAMBDA { at(P + r * M + c * L) = x * power; });
         });
         if (s.causal)
           for (int64_t j = std::max<int64_t>(0, first + 1 - start); j < n; j++)
@@ -140,7 +135,7 @@ template <class T> struct Attention {
         const T *log = (const T*)s.log + head * s.queries + first, *delta = (const T*)s.delta + head * s.queries + first;
         in_tiles<T>(m, NV, [&](auto& scores, int64_t i, int64_t c) ALWAYS_INLINE_LAMBDA {
           add_product<T>(scores, W, {q + i * s.q.token_stride, s.q.token_stride, 1}, {k_by_channel + c * L, N, L});
-          each(scores, i, c, [&](Vt x, int64_t r, int64_t w) ALWAYS_INLINE_LAMBDA {
+          each_of_tile(scores, i, c, [&](Vt x, int64_t r, int64_t w) ALWAYS_INLINE_LAMBDA {
             at(P + r * N + w * L) = exp2v<T>(x * power - splat<T>(log[r] * T(LOG2E)));
           });
         });
@@ -149,7 +144,7 @@ template <class T> struct Attention {
             std::fill(P + i * N + std::max<int64_t>(0, first + i + 1 - start), P + (i + 1) * N, T(0));
         in_tiles<T>(m, NV, [&](auto& sum, int64_t i, int64_t c) ALWAYS_INLINE_LAMBDA {
           add_product<T>(sum, W, {d + i * s.d.token_stride, s.d.token_stride, 1}, {v_by_channel + c * L, N, L});
-          each(sum, i, c, [&](Vt x, int64_t r, int64_t w) ALWAYS_INLINE_LAMBDA {
+          each_of_tile(sum, i, c, [&](Vt x, int64_t r, int64_t w) ALWAYS_INLINE_LAMBDA {
             at(dS + r * N + w * L) = at(P + r * N + w * L) * (x - splat<T>(delta[r])) * scale;
           });
         });
@@ -172,6 +167,7 @@ template <class T> void run_attention(const AttentionArgs& s, bool backward) {
 }  // namespace
 
 extern "C" {
+int adjoint_attention_block(int of_keys) { return of_keys ? KEYS : QUERIES; }
 void adjoint_attention_f32(const AttentionArgs* s, int backward) { run_attention<float>(*s, backward); }
 void adjoint_attention_f64(const AttentionArgs* s, int backward) { run_attention<double>(*s, backward); }
 }

@@ -4,8 +4,8 @@ saves."""
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,36 +21,94 @@ MIN_TOKENS_OF_BLOCK, MIN_STATE_OF_BLOCK = 8, 16  # below, matrix products gain n
 ALIGNMENT = 64  # of a cache line, and of the widest vector
 LONGEST_TAPS = 16  # of the convolution that goes token by token; longer filters go by blocks
 MODAL_SEGMENT = 64  # tokens between the saved states of a modal filter
-QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128  # of attention: QUERIES and KEYS in attention.cpp
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
 
 
 class _Rows(ctypes.Structure):
+    """Rows of (batch, tokens, …), numbers of a row side by side."""
+
     _fields_ = [("data", _PTR), ("batch_stride", _I64), ("time_stride", _I64)]
 
 
+class _HeadRows(ctypes.Structure):
+    """Rows of (batch, heads, tokens, width), of whole vectors, each on a vector's boundary."""
+
+    _fields_ = [("data", _PTR), *((name, _I64) for name in ("batch_stride", "head_stride", "token_stride"))]
+
+
 class _Args(ctypes.Structure):
-    """The arguments of a compiled function. They keep every tensor that they point to alive, by its name."""
+    """The arguments of a compiled function. They keep every tensor that they point to alive, by its name.
 
-    def set_rows(self, **tensors: Tensor | None) -> None:
-        """Set tensors whose rows are walked with two strides; others are copied."""
+    Attributes:
+        kinds: of the fields, by name: `_Rows` and `_HeadRows`, where tensors may have strides; for a pointer
+            they are contiguous.
+        dtypes: of the tensors that have another dtype than the function's, by name.
+        aligned: names of contiguous tensors that the function reads by whole vectors.
+        nonzero_sizes: names of sizes without which all results are zero; no function runs where one is 0.
+    """
+
+    kinds: ClassVar[Mapping[str, Any]]
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"reset": torch.bool}
+    aligned: ClassVar[frozenset[str]] = frozenset()
+    nonzero_sizes: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.kinds = {field[0]: field[1] for field in cls._fields_}
+
+    def set_inputs(self, **tensors: Tensor | None) -> None:
+        """Set tensors that the function reads. Those whose layout does not fit their field are copied."""
         for name, x in tensors.items():
             if x is not None:
-                inner = x.flatten(2)
-                if inner.stride(-1) != 1 and inner.shape[-1] != 1:
-                    inner = inner.contiguous()
-                vars(self)[name] = inner
-                setattr(self, name, _Rows(inner.data_ptr(), inner.stride(0), inner.stride(1)))
-
-    def set_pointers(self, **tensors: Tensor | None) -> None:
-        """Set contiguous tensors; others are copied."""
-        for name, x in tensors.items():
-            if x is not None:
-                x = x.contiguous()
+                kind = self.kinds[name]
+                if kind is _Rows:
+                    x = _in_rows(x)
+                    setattr(self, name, _Rows(x.data_ptr(), x.stride(0), x.stride(1)))
+                elif kind is _HeadRows:
+                    x = _in_head_rows(name, x)
+                    setattr(self, name, _HeadRows(x.data_ptr(), *x.stride()[:3]))
+                else:
+                    x = x.contiguous()
+                    if name in self.aligned and x.data_ptr() % _vector_bytes():
+                        x = _aligned(tuple(x.shape), x.dtype).copy_(x)
+                    setattr(self, name, x.data_ptr())
                 vars(self)[name] = x
-                setattr(self, name, x.data_ptr())
+
+    def set_outputs(self, **tensors: Tensor | None) -> None:
+        """Set tensors that the function writes, where they are.
+
+        Raises:
+            ValueError: a tensor's layout does not fit its field: a copy would get the results.
+        """
+        self.set_inputs(**tensors)
+        for name, x in tensors.items():
+            if x is not None and vars(self)[name].data_ptr() != x.data_ptr():
+                raise ValueError(
+                    f"the compiled CPU kernels cannot write {name} where it is: shape {tuple(x.shape)}, "
+                    f"strides {x.stride()}, address {x.data_ptr():#x}; pass a contiguous tensor"
+                )
+            if x is not None and self._is_empty():
+                x.zero_()
+
+    def _is_empty(self) -> bool:
+        return any(getattr(self, name) == 0 for name in self.nonzero_sizes)
+
+    def run(self, function: str, dtype: torch.dtype, *options: int) -> None:
+        """Call a compiled function on these arguments.
+
+        Raises:
+            ValueError: a tensor has another dtype or device, and would be read as other numbers.
+        """
+        for name, x in vars(self).items():
+            expected = self.dtypes.get(name, dtype)
+            if x.dtype != expected or not x.is_cpu:
+                raise ValueError(
+                    f"the compiled CPU kernel {function} needs {name} in {expected} on the CPU, "
+                    f"got {x.dtype} on {x.device}"
+                )
+        if not self._is_empty():
+            _function(function, dtype)(ctypes.byref(self), *options)
 
 
 _ArgsOfRows = TypeVar("_ArgsOfRows", bound=_Args)
@@ -68,6 +126,8 @@ class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
         *((name, _Rows) for name in ("dy", "du", "ddelta", "dz", "ddecay")),
         *((name, _PTR) for name in ("dB", "dC", "dA", "dD", "ddelta_bias", "dfinal_state", "dinitial_state")),
     ]
+    aligned = frozenset({"checkpoints"})
+    nonzero_sizes = "nheads", "headdim"
 
 
 class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
@@ -78,6 +138,8 @@ class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
         ("dy", _Rows),
         *((name, _PTR) for name in ("dx", "dweight", "dbias", "dinitial_state")),
     ]
+    dtypes = {"reset": torch.bool, "dweight": torch.float64, "dbias": torch.float64}
+    nonzero_sizes = ("channels",)
 
 
 class _FilterArgs(_Args):  # mirrors FilterArgs in filter.cpp
@@ -88,6 +150,8 @@ class _FilterArgs(_Args):  # mirrors FilterArgs in filter.cpp
         ("dy", _Rows),
         *((name, _PTR) for name in ("dx", "dweight", "dinitial_state")),
     ]
+    dtypes = {"reset": torch.bool, "dweight": torch.float64}
+    nonzero_sizes = ("channels",)
 
 
 class _ModalArgs(_Args):  # mirrors ModalArgs in modal.cpp
@@ -100,12 +164,8 @@ class _ModalArgs(_Args):  # mirrors ModalArgs in modal.cpp
         ("dy", _Rows),
         *((name, _PTR) for name in ("dfinal_state", "dinitial_state", "du", "dpole", "dR", "dD")),
     ]
-
-
-class _HeadRows(ctypes.Structure):
-    """Rows of (batch, heads, tokens, width)."""
-
-    _fields_ = [("data", _PTR), *((name, _I64) for name in ("batch_stride", "head_stride", "token_stride"))]
+    dtypes = {"reset": torch.bool, **dict.fromkeys(("pole", "R", "D", "dpole", "dR", "dD"), torch.float64)}
+    nonzero_sizes = ("channels",)
 
 
 class _AttentionArgs(_Args):  # mirrors AttentionArgs in attention.cpp
@@ -116,17 +176,6 @@ class _AttentionArgs(_Args):  # mirrors AttentionArgs in attention.cpp
         *((name, _PTR) for name in ("log", "delta", "dq")),
     ]
 
-    def set_head_rows(self, **tensors: Tensor) -> None:
-        """Set tensors (batch, heads, tokens, width); those whose rows do not begin on a vector's boundary are
-        copied."""
-        for name, x in tensors.items():
-            lanes, sizes = _lanes(x.dtype), zip(x.shape[:3], x.stride()[:3], strict=True)
-            is_split = x.stride(3) != 1 or any(step % lanes for size, step in sizes if size > 1)
-            if is_split or x.data_ptr() % _vector_bytes():
-                x = _aligned(tuple(x.shape), x.dtype).copy_(x)
-            vars(self)[name] = x
-            setattr(self, name, _HeadRows(x.data_ptr(), *x.stride()[:3]))
-
 
 class _LinearArgs(_Args):  # mirrors LinearArgs in linear.h
     _fields_ = [
@@ -134,6 +183,7 @@ class _LinearArgs(_Args):  # mirrors LinearArgs in linear.h
         *((name, _PTR) for name in ("a", "b", "initial_state", "h", "dh", "da", "db", "dinitial_state")),
         ("reset", _PTR),
     ]
+    nonzero_sizes = ("d_state",)
 
 
 class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
@@ -145,6 +195,7 @@ class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
         *((name, _PTR) for name in ("dy", "ds", "dx", "dgate", "dweight")),
         *((name, _I64) for name in ("dy_stride", "ds_stride")),
     ]
+    dtypes = {"dweight": torch.float64}
 
 
 class _SwigluArgs(_Args):  # mirrors SwigluArgs in swiglu.cpp
@@ -153,6 +204,7 @@ class _SwigluArgs(_Args):  # mirrors SwigluArgs in swiglu.cpp
         *((name, _PTR) for name in ("gate", "value", "d", "y", "d_gate", "d_value")),
         *((name, _I64) for name in ("gate_stride", "value_stride", "d_stride")),
     ]
+    nonzero_sizes = ("width",)
 
 
 class _DeltaArgs(_Args):  # mirrors DeltaArgs in delta.cpp
@@ -163,6 +215,7 @@ class _DeltaArgs(_Args):  # mirrors DeltaArgs in delta.cpp
         *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
         *((name, _PTR) for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")),
     ]
+    nonzero_sizes = "nheads", "d_k", "d_v"
 
 
 class _DplrArgs(_Args):  # mirrors DplrArgs in dplr.cpp
@@ -172,6 +225,7 @@ class _DplrArgs(_Args):  # mirrors DplrArgs in dplr.cpp
         *((name, _PTR) for name in ("initial_state", "reset", "o", "final_state", "checkpoints")),
         *((name, _PTR) for name in ("dfinal_state", "dq", "dk", "dv", "da", "db", "dg", "dinitial_state")),
     ]
+    nonzero_sizes = "nheads", "d_k", "d_v"
 
 
 def _library() -> ctypes.CDLL:
@@ -183,8 +237,10 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache  # asked for in every forward and backward
 def _function(name: str, dtype: torch.dtype) -> Callable[..., object]:
-    suffix = {torch.float32: "f32", torch.float64: "f64"}[dtype]
-    function = getattr(_library(), f"adjoint_{name}_{suffix}")
+    suffixes = {torch.float32: "f32", torch.float64: "f64"}
+    if dtype not in suffixes:
+        raise ValueError(f"the compiled CPU kernel {name} is for float32 and float64, not {dtype}")
+    function = getattr(_library(), f"adjoint_{name}_{suffixes[dtype]}")
     function.restype = None
     return function
 
@@ -200,6 +256,12 @@ def _lanes(dtype: torch.dtype) -> int:
     return _vector_bytes() // dtype.itemsize
 
 
+@functools.cache
+def _attention_block(*, of_keys: bool) -> int:
+    """Queries that a thread of attention's forward takes at once, or keys of its backward."""
+    return int(_library().adjoint_attention_block(of_keys))
+
+
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uninitialised memory on a 64-byte boundary, which the kernels' vector loads rely on."""
     numel = 1
@@ -209,6 +271,29 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     storage = torch.empty(numel + spare, dtype=dtype, device="cpu")  # whatever the default device is
     offset = -storage.data_ptr() % ALIGNMENT // dtype.itemsize
     return storage[offset : offset + numel].view(shape)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """(batch, tokens, …) as (batch, tokens, channels), channels side by side; a view where strides allow
+    it."""
+    x = x.flatten(2)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _in_head_rows(name: str, x: Tensor) -> Tensor:
+    """(batch, heads, tokens, width) with each row on a vector's boundary: x, or a copy.
+
+    Raises:
+        ValueError: a row is no whole number of vectors.
+    """
+    lanes = _lanes(x.dtype)
+    if x.shape[3] % lanes:
+        raise ValueError(f"the width of {name} must be a multiple of {lanes}, got shape {tuple(x.shape)}")
+    sizes = zip(x.shape[:3], x.stride()[:3], strict=True)
+    is_split = x.stride(3) != 1 or any(step % lanes for size, step in sizes if size > 1)
+    if is_split or x.data_ptr() % _vector_bytes():
+        return _aligned(tuple(x.shape), x.dtype).copy_(x)
+    return x
 
 
 def _selective_interval(d_state: int) -> int:
@@ -256,17 +341,10 @@ def selective_scan_forward(
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
     args.softplus = delta_softplus
-    args.set_rows(u=u, delta=delta, B=B, C=C, z=z, y=y)
-    args.set_pointers(
-        A=A,
-        D=D,
-        delta_bias=delta_bias,
-        initial_state=initial_state,
-        reset=reset,
-        final_state=final_state,
-        checkpoints=checkpoints,
-    )
-    _function("scan", u.dtype)(ctypes.byref(args), 0, 0)
+    args.set_inputs(u=u, delta=delta, B=B, C=C, z=z, A=A, D=D, delta_bias=delta_bias)
+    args.set_inputs(initial_state=initial_state, reset=reset)
+    args.set_outputs(y=y, final_state=final_state, checkpoints=checkpoints)
+    args.run("scan", u.dtype, 0, 0)
     return y, final_state, checkpoints
 
 
@@ -300,12 +378,11 @@ def selective_scan_backward(
     dbias = None if delta_bias is None else u.new_empty(batch, d_inner)
     dinitial = u.new_empty(batch, d_inner, d_state)
     args.softplus, args.window, args.halo = delta_softplus, _effective(window, seqlen), halo
-    args.set_rows(u=u, delta=delta, B=B, C=C, z=z, dy=dy, du=du, ddelta=ddelta, dz=dz)
-    args.set_pointers(
-        A=A, D=D, delta_bias=delta_bias, reset=reset, checkpoints=checkpoints, dfinal_state=dfinal_state
-    )
-    args.set_pointers(dB=dB, dC=dC, dA=dA, dD=dD, ddelta_bias=dbias, dinitial_state=dinitial)
-    _function("scan", u.dtype)(ctypes.byref(args), 0, 1)
+    args.set_inputs(u=u, delta=delta, B=B, C=C, z=z, A=A, D=D, delta_bias=delta_bias)
+    args.set_inputs(dy=dy, dfinal_state=dfinal_state, reset=reset, checkpoints=checkpoints)
+    args.set_outputs(du=du, ddelta=ddelta, dz=dz, dB=dB, dC=dC, dA=dA, dD=dD)
+    args.set_outputs(ddelta_bias=dbias, dinitial_state=dinitial)
+    args.run("scan", u.dtype, 0, 1)
     dD = None if dD is None else dD.sum(0)
     dbias = None if dbias is None else dbias.sum(0)
     dB, dC = [_total(g).squeeze(2) for g in (dB, dC)]
@@ -354,20 +431,14 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
-    args.set_rows(u=x, delta=d, B=B, C=C, y=y)
-    args.set_pointers(
-        A=A,
-        D=None if D is None else D.repeat_interleave(headdim),
-        initial_state=initial_state,
-        reset=reset,
-        final_state=final_state,
-        checkpoints=checkpoints,
-    )
+    D = None if D is None else D.repeat_interleave(headdim)
+    args.set_inputs(u=x, delta=d, B=B, C=C, A=A, D=D, initial_state=initial_state, reset=reset)
+    args.set_outputs(y=y, final_state=final_state, checkpoints=checkpoints)
     if by_blocks:
-        _function("ssd", x.dtype)(ctypes.byref(args), 0)
+        args.run("ssd", x.dtype, 0)
     else:
-        args.set_rows(decay=d * A)
-        _function("scan", x.dtype)(ctypes.byref(args), 1, 0)
+        args.set_outputs(decay=(d * A).contiguous())  # the scan writes decays in the exponents' place
+        args.run("scan", x.dtype, 1, 0)
     return y, final_state, checkpoints
 
 
@@ -402,17 +473,18 @@ def ssd_scan_backward(
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
     args.window, args.halo = window, halo
-    args.set_rows(u=x, delta=d, B=B, C=C, dy=dy, du=dx, ddelta=dd, ddecay=dexponent)
     D = None if D is None else D.repeat_interleave(headdim)
-    args.set_pointers(A=A, D=D, reset=reset, checkpoints=checkpoints)
-    args.set_pointers(dfinal_state=dfinal_state, dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
+    args.set_inputs(u=x, delta=d, B=B, C=C, A=A, D=D)
+    args.set_inputs(dy=dy, dfinal_state=dfinal_state, reset=reset, checkpoints=checkpoints)
+    args.set_outputs(du=dx, ddelta=dd, ddecay=dexponent, dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
     if by_blocks:
-        _function("ssd", x.dtype)(ctypes.byref(args), 1)
+        args.run("ssd", x.dtype, 1)
     else:
-        decay = (d * A).contiguous()  # the scan writes decays in the exponents' place
-        args.set_rows(decay=decay)
-        _function("scan", x.dtype)(ctypes.byref(args), 1, 1)
-        dd, dexponent = (g.unflatten(2, (nheads, -1)).sum(-1) for g in (dd, dexponent))
+        decay = (d * A).contiguous()  # as in the forward
+        args.set_outputs(decay=decay)
+        args.run("scan", x.dtype, 1, 1)
+        per_head = nheads, _blocks(1, headdim, x.dtype)
+        dd, dexponent = (g.unflatten(2, per_head).sum(-1) for g in (dd, dexponent))
         dexponent *= decay
     ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
@@ -434,8 +506,9 @@ def _linear_forward(
     batch, seqlen, d_state = b.shape
     h = b.new_empty(batch, seqlen, d_state)
     args = _linear_args(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
-    args.set_pointers(b=b, initial_state=initial_state, h=h, reset=reset)
-    _function("dense" if dense else "linear", b.dtype)(ctypes.byref(args), 0)
+    args.set_inputs(b=b, initial_state=initial_state, reset=reset)
+    args.set_outputs(h=h)
+    args.run("dense" if dense else "linear", b.dtype, 0)
     return h
 
 
@@ -443,7 +516,7 @@ def _linear_args(a: Tensor, b: Tensor, units: int) -> _LinearArgs:
     batch, seqlen, d_state = b.shape
     threads = _threads(units, a.numel())
     args = _LinearArgs(batch, seqlen, d_state, a.shape[2:].numel(), threads)
-    args.set_pointers(a=a)
+    args.set_inputs(a=a)
     return args
 
 
@@ -468,10 +541,9 @@ def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     db = h.new_empty(batch, seqlen, d_state)
     dinitial = h.new_empty(batch, d_state)
     args.window, args.halo = _effective(window, seqlen), halo
-    args.set_pointers(
-        h=h, initial_state=initial_state, dh=dh, da=da, db=db, dinitial_state=dinitial, reset=reset
-    )
-    _function("dense" if dense else "linear", h.dtype)(ctypes.byref(args), 1)
+    args.set_inputs(h=h, initial_state=initial_state, dh=dh, reset=reset)
+    args.set_outputs(da=da, db=db, dinitial_state=dinitial)
+    args.run("dense" if dense else "linear", h.dtype, 1)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)
     return zero_where(da, reset), db, dinitial
@@ -481,7 +553,7 @@ def _conv_args(x: Tensor, weight: Tensor, silu: bool) -> _ConvArgs:
     batch, seqlen, channels = x.shape
     threads = _threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1])
     args = _ConvArgs(batch, seqlen, channels, weight.shape[1], threads, silu)
-    args.set_rows(x=x)
+    args.set_inputs(x=x)
     return args
 
 
@@ -492,8 +564,9 @@ def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
         return F.silu(y) if silu else y
     y = x.new_empty(x.shape)
     args = _conv_args(x, weight, silu)
-    args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, y=y, reset=reset)
-    _function("conv1d", x.dtype)(ctypes.byref(args), 0)
+    args.set_inputs(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
+    args.set_outputs(y=y)
+    args.run("conv1d", x.dtype, 0)
     return y
 
 
@@ -511,10 +584,9 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
     dbias = None if bias is None else x.new_zeros(args.threads, channels, dtype=torch.float64)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
-    args.set_rows(dy=dy)
-    args.set_pointers(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
-    args.set_pointers(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
-    _function("conv1d", x.dtype)(ctypes.byref(args), 1)
+    args.set_inputs(dy=dy, weight=weight, bias=bias, initial_state=initial_state, reset=reset)
+    args.set_outputs(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
+    args.run("conv1d", x.dtype, 1)
     dweight, dbias = [None if g is None else g.sum(0).to(x.dtype) for g in (dweight, dbias)]
     return dx, dweight, dbias, dinitial
 
@@ -525,15 +597,14 @@ def _filter_args(
     batch, seqlen, channels = x.shape
     threads = _threads(batch * -(-seqlen // 256), x.numel() * weight.shape[1])
     args = _FilterArgs(batch, seqlen, channels, weight.shape[1], threads)
-    args.set_rows(x=x)
-    args.set_pointers(weight=weight, initial_state=initial_state, reset=reset)
+    args.set_inputs(x=x, weight=weight, initial_state=initial_state, reset=reset)
     return args
 
 
 def _filter_forward(x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
     args, y = _filter_args(x, weight, initial_state, reset), x.new_empty(x.shape)
-    args.set_pointers(y=y)
-    _function("filter", x.dtype)(ctypes.byref(args), 0)
+    args.set_outputs(y=y)
+    args.run("filter", x.dtype, 0)
     return y
 
 
@@ -544,9 +615,9 @@ def _filter_backward(
     args, dx = _filter_args(x, weight, initial_state, reset), x.new_empty(x.shape)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
     dinitial = x.new_zeros(batch, channels, weight.shape[1] - 1)
-    args.set_rows(dy=dy)
-    args.set_pointers(dx=dx, dweight=dweight, dinitial_state=dinitial)
-    _function("filter", x.dtype)(ctypes.byref(args), 1)
+    args.set_inputs(dy=dy)
+    args.set_outputs(dx=dx, dweight=dweight, dinitial_state=dinitial)
+    args.run("filter", x.dtype, 1)
     return dx, dweight.sum(0).to(x.dtype), dinitial
 
 
@@ -555,41 +626,36 @@ def modal_scan_saved_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
     return u.shape[0], -(-u.shape[1] // MODAL_SEGMENT), A.shape[1], A.shape[0]
 
 
-def _modal_args(u, A, R, D, reset, checkpoints) -> _ModalArgs:
+def _modal_args(u, A, R, D, reset) -> _ModalArgs:
     batch, seqlen, channels = u.shape
     units = batch * -(-channels // _lanes(torch.float64))
     threads = _threads(units, u.numel() * A.shape[1])
     args = _ModalArgs(batch, seqlen, channels, A.shape[1], threads, MODAL_SEGMENT)
-    args.set_rows(u=u)
-    args.set_pointers(
-        pole=A.double().exp().t(),
-        R=R.double().t(),
-        D=None if D is None else D.double(),
-        reset=reset,
-        checkpoints=checkpoints,
-    )
+    pole, D = A.double().exp().t(), None if D is None else D.double()
+    args.set_inputs(u=u, pole=pole, R=R.double().t(), D=D, reset=reset)
     return args
 
 
 def modal_scan_forward(u, A, R, D, initial_state, reset, save=True):
     checkpoints = u.new_empty(modal_scan_saved_shape(u, A)) if save else None
-    args = _modal_args(u, A, R, D, reset, checkpoints)
+    args = _modal_args(u, A, R, D, reset)
     y, final_state = u.new_empty(u.shape), u.new_empty(u.shape[0], *A.shape)
-    args.set_pointers(initial_state=initial_state, final_state=final_state, y=y)
-    _function("modal", u.dtype)(ctypes.byref(args), 0)
+    args.set_inputs(initial_state=initial_state)
+    args.set_outputs(final_state=final_state, y=y, checkpoints=checkpoints)
+    args.run("modal", u.dtype, 0)
     return y, final_state, checkpoints
 
 
 def modal_scan_backward(dy, dfinal_state, u, A, R, D, initial_state, reset, checkpoints, window, halo=0):
     batch, seqlen, channels = u.shape
-    args = _modal_args(u, A, R, D, reset, checkpoints)
+    args = _modal_args(u, A, R, D, reset)
     args.window, args.halo = _effective(window, seqlen), halo
     du, dinitial = u.new_empty(u.shape), u.new_empty(batch, *A.shape)
     dpole, dR = [u.new_empty(batch, A.shape[1], channels, dtype=torch.float64) for _ in range(2)]
     dD = None if D is None else u.new_empty(batch, channels, dtype=torch.float64)
-    args.set_rows(dy=dy)
-    args.set_pointers(dfinal_state=dfinal_state, dinitial_state=dinitial, du=du, dpole=dpole, dR=dR, dD=dD)
-    _function("modal", u.dtype)(ctypes.byref(args), 1)
+    args.set_inputs(dy=dy, dfinal_state=dfinal_state, checkpoints=checkpoints)
+    args.set_outputs(dinitial_state=dinitial, du=du, dpole=dpole, dR=dR, dD=dD)
+    args.run("modal", u.dtype, 1)
     dA = dpole.sum(0).t() * A.double().exp()
     dD = None if dD is None else dD.sum(0).to(u.dtype)
     return du, dA.to(u.dtype), dR.sum(0).t().to(u.dtype), dD, dinitial
@@ -600,8 +666,7 @@ def _delta_args(q, k, v, g, beta, initial_state, reset) -> _DeltaArgs:
     d_v = v.shape[-1]
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
     args = _DeltaArgs(batch, seqlen, nheads, d_k, d_v, g.dim() == 4, threads)
-    args.set_rows(q=q, k=k, v=v)
-    args.set_pointers(g=g, beta=beta, initial_state=initial_state, reset=reset)
+    args.set_inputs(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, reset=reset)
     return args
 
 
@@ -610,20 +675,18 @@ def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     args = _delta_args(q, k, v, g, beta, initial_state, reset)
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(gated_delta_rule_saved_shape(k, v)) if save else None
-    args.set_pointers(o=o, final_state=final_state, checkpoints=checkpoints)
-    _function("delta", k.dtype)(ctypes.byref(args), 0)
+    args.set_outputs(o=o, final_state=final_state, checkpoints=checkpoints)
+    args.run("delta", k.dtype, 0)
     return o, final_state, checkpoints
 
 
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, checkpoints):
     args = _delta_args(q, k, v, g, beta, initial_state, reset)
-    args.set_rows(d_o=do)
-    args.set_pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
+    args.set_inputs(d_o=do, checkpoints=checkpoints, dfinal_state=dfinal_state)
     gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
-    args.set_pointers(
-        **dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dinitial_state"), gradients, strict=True))
-    )
-    _function("delta", k.dtype)(ctypes.byref(args), 1)
+    names = "dq", "dk", "dv", "dg", "dbeta", "dinitial_state"
+    args.set_outputs(**dict(zip(names, gradients, strict=True)))
+    args.run("delta", k.dtype, 1)
     return tuple(gradients)
 
 
@@ -632,8 +695,7 @@ def _dplr_args(q, k, v, a, b, g, initial_state, reset) -> _DplrArgs:
     d_v = v.shape[-1]
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
     args = _DplrArgs(batch, seqlen, nheads, d_k, d_v, threads)
-    args.set_rows(q=q, k=k, v=v, a=a, b=b, g=g)
-    args.set_pointers(initial_state=initial_state, reset=reset)
+    args.set_inputs(q=q, k=k, v=v, a=a, b=b, g=g, initial_state=initial_state, reset=reset)
     return args
 
 
@@ -642,19 +704,18 @@ def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     args = _dplr_args(q, k, v, a, b, g, initial_state, reset)
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(dplr_delta_rule_saved_shape(k, v)) if save else None
-    args.set_pointers(o=o, final_state=final_state, checkpoints=checkpoints)
-    _function("dplr", k.dtype)(ctypes.byref(args), 0)
+    args.set_outputs(o=o, final_state=final_state, checkpoints=checkpoints)
+    args.run("dplr", k.dtype, 0)
     return o, final_state, checkpoints
 
 
 def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, reset, checkpoints):
     args = _dplr_args(q, k, v, a, b, g, initial_state, reset)
-    args.set_rows(d_o=do)
-    args.set_pointers(checkpoints=checkpoints, dfinal_state=dfinal_state)
+    args.set_inputs(d_o=do, checkpoints=checkpoints, dfinal_state=dfinal_state)
     gradients = [x.new_empty(x.shape) for x in (q, k, v, a, b, g, checkpoints[:, :, 0])]
     names = "dq", "dk", "dv", "da", "db", "dg", "dinitial_state"
-    args.set_pointers(**dict(zip(names, gradients, strict=True)))
-    _function("dplr", k.dtype)(ctypes.byref(args), 1)
+    args.set_outputs(**dict(zip(names, gradients, strict=True)))
+    args.run("dplr", k.dtype, 1)
     return tuple(gradients)
 
 
@@ -665,12 +726,12 @@ def _channel_args(kind: type[_ArgsOfRows], *sizes: int, **tensors: Tensor | None
         sizes: those between the width and the number of threads. tensors: by field, the first not None."""
     first = next(iter(tensors.values()))
     assert first is not None
-    width = first.shape[-1]
-    count = first.numel() // width
+    *_, width = first.shape
+    count = first.shape[:-1].numel()
     args = kind(count, width, *sizes, _threads(count, 4 * first.numel()))
     for name, tensor in tensors.items():
         if tensor is not None:
-            rows = tensor.reshape(-1, width)
+            rows = tensor.reshape(count, width)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
             vars(args)[name] = rows
             setattr(args, name, rows.data_ptr())
@@ -690,8 +751,9 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0
     args = _channel_args(_NormArgs, group_size, x=x, gate=gate, residual=residual)
     args.eps = eps
     scales = weight if weight is not None and not offset else _norm_weight(x, weight, offset)
-    args.set_pointers(weight=scales, rstd=rstd, y=y, s=s)
-    _function("norm", x.dtype)(ctypes.byref(args), 0)
+    args.set_inputs(weight=scales)
+    args.set_outputs(rstd=rstd, y=y, s=s)
+    args.run("norm", x.dtype, 0)
     return y.to(dtype), s, rstd
 
 
@@ -700,8 +762,9 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     scales = weight if weight is not None and not offset else _norm_weight(s, weight, offset)
-    args.set_pointers(weight=scales, rstd=rstd, dx=dx, dgate=dgate, dweight=dweight)
-    _function("norm", s.dtype)(ctypes.byref(args), 1)
+    args.set_inputs(weight=scales, rstd=rstd)
+    args.set_outputs(dx=dx, dgate=dgate, dweight=dweight)
+    args.run("norm", s.dtype, 1)
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
 
 
@@ -713,13 +776,12 @@ def attention_lanes(dtype: torch.dtype) -> int:
     return _lanes(dtype) if _vector_bytes() > 16 else 0
 
 
-def _attention_args(q, k, v, log, causal, scale, blocks) -> _AttentionArgs:
+def _attention_args(q, k, v, causal, scale, blocks) -> _AttentionArgs:
     batch, heads, queries, width = q.shape
     keys = k.shape[2]
     threads = _threads(batch * heads * blocks, batch * heads * queries * keys)
     args = _AttentionArgs(batch, heads, queries, keys, width, threads, causal, scale)
-    args.set_head_rows(q=q, k=k, v=v)
-    args.set_pointers(log=log)
+    args.set_inputs(q=q, k=k, v=v)
     return args
 
 
@@ -727,22 +789,31 @@ def past_attention_forward(q, k, v, causal, scale):
     batch, heads, queries, width = q.shape
     out = _aligned((batch, queries, heads, width), q.dtype).transpose(1, 2)
     log = q.new_empty(batch, heads, queries)
-    args = _attention_args(q, k, v, log, causal, scale, -(-queries // QUERIES_OF_BLOCK))
-    args.set_head_rows(out=out)
-    _function("attention", q.dtype)(ctypes.byref(args), 0)
+    args = _attention_args(q, k, v, causal, scale, -(-queries // _attention_block(of_keys=False)))
+    args.set_outputs(out=out, log=log)
+    args.run("attention", q.dtype, 0)
     return out, log
 
 
-def past_attention_backward(d, q, k, v, out, log, causal, scale):
-    blocks = -(-k.shape[2] // KEYS_OF_BLOCK)
-    args = _attention_args(q, k, v, log, causal, scale, blocks)
+def past_attention_delta(d: Tensor, out: Tensor, log: Tensor) -> Tensor:
+    """Return d · out of each query, like log, also in autocast: what the backward reads of the output."""
+    return torch.linalg.vecdot(d, out, out=torch.empty_like(log))
+
+
+def past_attention_backward(d, q, k, v, out, log, causal, scale, delta=None):
+    """The reference's cotangents.
+
+    Args:
+        delta: `past_attention_delta` of the same queries, if it is known."""
+    blocks = -(-k.shape[2] // _attention_block(of_keys=True))
+    args = _attention_args(q, k, v, causal, scale, blocks)
     heads = args.batch * args.heads
     dq = _aligned((_threads_of_head(args.threads, heads, blocks), *q.shape), q.dtype).zero_()
     dk, dv = _aligned(tuple(k.shape), q.dtype), _aligned(tuple(k.shape), q.dtype)
-    args.set_head_rows(d=d, dk=dk, dv=dv)
-    delta = torch.linalg.vecdot(d, out, out=torch.empty_like(log))  # in autocast, too, of log's dtype
-    args.set_pointers(delta=delta, dq=dq)
-    _function("attention", q.dtype)(ctypes.byref(args), 1)
+    delta = past_attention_delta(d, out, log) if delta is None else delta
+    args.set_inputs(d=d, log=log, delta=delta)
+    args.set_outputs(dq=dq, dk=dk, dv=dv)
+    args.run("attention", q.dtype, 1)
     return _total(dq), dk, dv
 
 
@@ -757,14 +828,14 @@ def _threads_of_head(threads: int, heads: int, blocks: int) -> int:
 
 def swiglu_forward(gate, value):
     y, args = gate.new_empty(gate.shape), _channel_args(_SwigluArgs, gate=gate, value=value)
-    args.set_pointers(y=y)
-    _function("swiglu", gate.dtype)(ctypes.byref(args), 0)
+    args.set_outputs(y=y)
+    args.run("swiglu", gate.dtype, 0)
     return (y,)
 
 
 def swiglu_backward(d, gate, value, in_place=False):
     d_gate, d_value = d if in_place else gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     args = _channel_args(_SwigluArgs, gate=gate, value=value, d=d)
-    args.set_pointers(d_gate=d_gate, d_value=d_value)
-    _function("swiglu", gate.dtype)(ctypes.byref(args), 1)
+    args.set_outputs(d_gate=d_gate, d_value=d_value)
+    args.run("swiglu", gate.dtype, 1)
     return d_gate, d_value

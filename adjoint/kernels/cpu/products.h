@@ -41,6 +41,14 @@ template <class T, class F> ALWAYS_INLINE void in_tiles(int64_t rows, int64_t ve
   for (; i + 2 <= rows; i += 2) tile_row<T, 2>(i, vectors, body);
   if (i < rows) tile_row<T, 1>(i, vectors, body);
 }
+// f(x, row, vector) for each vector x of a tile that begins at row i and vector v. Unrolled by GCC itself, later, the loop
+// takes more instructions.
+template <class Vt, int R, int W, class F> ALWAYS_INLINE void each_of_tile(Vt (&sum)[R][W], int64_t i, int64_t v, F f) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int w = 0; w < W; w++) f(sum[r][w], i + r, v + w);
+}
 
 #if defined(__GNUC__) && !defined(__clang__)
 // Exchanges the off-diagonal squares of STEP x STEP numbers of a square of vectors. The lanes are lists of constants:

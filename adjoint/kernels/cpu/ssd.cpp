@@ -261,12 +261,10 @@ template <class T> struct Ssd {
   // Sums of a tile.
   template <int R, int W> static ALWAYS_INLINE int64_t last_row(Vt (&)[R][W], int64_t i) { return i + R - 1; }
   template <int R, int W> static ALWAYS_INLINE void put(const Vt (&sum)[R][W], T* to, int64_t row) {
-    for (int i = 0; i < R; i++)
-      for (int v = 0; v < W; v++) *(Vt*)(to + i * row + v * L) = sum[i][v];
+    each_of_tile(sum, 0, 0, [&](Vt x, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA { *(Vt*)(to + i * row + v * L) = x; });
   }
   template <int R, int W> static ALWAYS_INLINE void scale(Vt (&sum)[R][W], const T* factors) {
-    for (int i = 0; i < R; i++)
-      for (int v = 0; v < W; v++) sum[i][v] *= factors[i];
+    each_of_tile(sum, 0, 0, [&](Vt& x, int64_t i, int64_t) ALWAYS_INLINE_LAMBDA { x *= factors[i]; });
   }
   // out_i += the sum's row i . x's row i
   template <int R, int W>
@@ -278,11 +276,10 @@ template <class T> struct Ssd {
     }
   }
   template <int R, int W> ALWAYS_INLINE void write_rows(const Vt (&sum)[R][W], T* const (&rows)[R], int64_t v) const {
-    for (int i = 0; i < R; i++)
-      for (int u = 0; u < W; u++) {
-        const int64_t left = P - (v + u) * L;
-        store<T>(rows[i] + (v + u) * L, sum[i][u], int(left < L ? left : L));
-      }
+    each_of_tile(sum, 0, v, [&](Vt x, int64_t i, int64_t u) ALWAYS_INLINE_LAMBDA {
+      const int64_t left = P - u * L;
+      store<T>(rows[i] + u * L, x, int(left < L ? left : L));
+    });
   }
 
   static bool is_near_1(T decay) { return decay > T(0.5); }
@@ -310,18 +307,17 @@ template <class T> struct Ssd {
   template <bool ONTO, bool RESTS>
   void add_block(const Block& k, T first, const T* weights, const T* rows, T* state, T* rest) const {
     in_tiles<T>(N, PV, [&](auto& sum, int64_t n, int64_t v) __attribute__((always_inline)) {
-      for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
-        for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++)
-          sum[i][u] = first == 0 ? Vt{} : first * *(Vt*)(state + ((v + u) * N + n + i) * L);
+      each_of_tile(sum, n, v, [&](Vt& x, int64_t i, int64_t u) ALWAYS_INLINE_LAMBDA {
+        x = first == 0 ? Vt{} : first * *(Vt*)(state + (u * N + i) * L);
+      });
       add_product<T>(sum, k.size, {weights + n, 1, NL}, {rows + v * L, PL, L});
-      for (size_t i = 0; i < sizeof(sum) / sizeof(sum[0]); i++)
-        for (size_t u = 0; u < sizeof(sum[0]) / sizeof(Vt); u++) {
-          const int64_t at = ((v + u) * N + n + i) * L;
-          if (RESTS) sum[i][u] += *(Vt*)(rest + at);
-          const Vt before = ONTO ? *(Vt*)(state + at) : Vt{}, after = ONTO ? before + sum[i][u] : sum[i][u];
-          *(Vt*)(state + at) = after;
-          if (RESTS) *(Vt*)(rest + at) = sum[i][u] - (after - before);
-        }
+      each_of_tile(sum, n, v, [&](Vt x, int64_t i, int64_t u) ALWAYS_INLINE_LAMBDA {
+        const int64_t at = (u * N + i) * L;
+        if (RESTS) x += *(Vt*)(rest + at);
+        const Vt before = ONTO ? *(Vt*)(state + at) : Vt{}, after = ONTO ? before + x : x;
+        *(Vt*)(state + at) = after;
+        if (RESTS) *(Vt*)(rest + at) = x - (after - before);
+      });
     });
   }
   void scale_rows(const Block& k, const T* rows, const T* factors, T* to) const {
@@ -391,12 +387,11 @@ template <class T> struct Ssd {
   }
   template <int R, int W>
   ALWAYS_INLINE void add_input(Vt (&sum)[R][W], const Block& k, int64_t head, int64_t i, int64_t v) const {
-    for (int r = 0; r < R; r++)
-      for (int u = 0; u < W; u++) {
-        const int64_t c = (v + u) * L, left = P - c;
-        const int width = int(left < L ? left : L);
-        sum[r][u] += load<T>((const T*)s.D + head * P + c, width) * load<T>(row<T>(s.u, k.b, k.start + i + r) + head * P + c, width);
-      }
+    each_of_tile(sum, k.start + i, v, [&](Vt& x, int64_t t, int64_t u) ALWAYS_INLINE_LAMBDA {
+      const int64_t c = u * L, left = P - c;
+      const int width = int(left < L ? left : L);
+      x += load<T>((const T*)s.D + head * P + c, width) * load<T>(row<T>(s.u, k.b, t) + head * P + c, width);
+    });
   }
   // body(row of the batch, group, first head, last head, whether the group's gradients have no values yet)
   template <class F> void each_run(int64_t thread, F body) const {
@@ -499,18 +494,16 @@ template <class T> struct Ssd {
 
     // T and M
     in_tiles<T>(k.size, (k.size + L - 1) / L, [&](auto& sum, int64_t i, int64_t v) __attribute__((always_inline)) {
-      constexpr int R = sizeof(sum) / sizeof(sum[0]), W = sizeof(sum[0]) / sizeof(Vt);
-      if (v * L <= i + R - 1) add_product<T>(sum, P, {w.dy + i * PL, PL, 1}, {w.X_by_channel + v * L, QL, L});
-      for (int r = 0; r < R; r++)
-        for (int u = 0; u < W; u++) {
-          const int64_t at = (i + r) * QL + (v + u) * L;
-          const Vt decay = between_tokens(d, i + r, v + u);
-          const Vt t = masked(sum[r][u], i + r, v + u) * decay;
-          *(Vt*)(w.T_ + at) = t;
-          *(Vt*)(w.dG + at) += t;
-          const Vt m = (v + u) * L > i + r ? Vt{} : masked(*(Vt*)(w.G + at), i + r, v + u) * decay;
-          *(Vt*)(w.M + at) = after(m, i + r - reach, v + u);
-        }
+      if (v * L <= last_row(sum, i)) add_product<T>(sum, P, {w.dy + i * PL, PL, 1}, {w.X_by_channel + v * L, QL, L});
+      each_of_tile(sum, i, v, [&](Vt x, int64_t r, int64_t u) ALWAYS_INLINE_LAMBDA {
+        const int64_t at = r * QL + u * L;
+        const Vt decay = between_tokens(d, r, u);
+        const Vt t = masked(x, r, u) * decay;
+        *(Vt*)(w.T_ + at) = t;
+        *(Vt*)(w.dG + at) += t;
+        const Vt m = u * L > r ? Vt{} : masked(*(Vt*)(w.G + at), r, u) * decay;
+        *(Vt*)(w.M + at) = after(m, r - reach, u);
+      });
     });
     if (a.size) products_ahead(k, a, w);
     // dX, and from it the gradients of x and of the step size
@@ -597,8 +590,7 @@ template <class T> struct Ssd {
     goes_on = true;
   }
   template <int R, int W> ALWAYS_INLINE void add_rows(const Vt (&sum)[R][W], T* to) const {
-    for (int i = 0; i < R; i++)
-      for (int v = 0; v < W; v++) *(Vt*)(to + i * NL + v * L) += sum[i][v];
+    each_of_tile(sum, 0, 0, [&](Vt x, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA { *(Vt*)(to + i * NL + v * L) += x; });
   }
   // d(delta_r A) of every token r, the last one first: `later` sums T G over the rows i >= r in the window of r.
   void write_decays(const Block& k, int64_t head, const Ahead& a, T through_state, Work& w) const {
@@ -648,20 +640,18 @@ template <class T> struct Ssd {
         for (int64_t at = i * QL, v = 0; v < QV; v++)
           *(Vt*)(w.dG + at + v * L) = after(*(Vt*)(w.dG + at + v * L), i - s.window, v);
       in_tiles<T>(k.size, NV, [&](auto& sum, int64_t t, int64_t v) __attribute__((always_inline)) {
-        constexpr int R = sizeof(sum) / sizeof(sum[0]), W = sizeof(sum[0]) / sizeof(Vt);
         if (which == 0) add_product<T>(sum, k.size - t, {w.dG + t * QL + t, 1, QL}, {w.C + t * NL + v * L, NL, L});
-        else add_product<T>(sum, t + R, {w.dG + t * QL, QL, 1}, {w.B + v * L, NL, L});
+        else add_product<T>(sum, last_row(sum, t) + 1, {w.dG + t * QL, QL, 1}, {w.B + v * L, NL, L});
         if (which == 0 && a.size)
-          add_product<T>(sum, rows_ahead(k, a, t + R - 1), {w.dG_ahead + t, 1, QL}, {w.C_ahead + v * L, NL, L});
+          add_product<T>(sum, rows_ahead(k, a, last_row(sum, t)), {w.dG_ahead + t, 1, QL}, {w.C_ahead + v * L, NL, L});
         const T* others = which == 0 ? w.dB : w.dC;
-        for (int r = 0; r < R; r++)
-          for (int u = 0; u < W; u++) {
-            const int64_t n = (v + u) * L, left = N - n;
-            const int width = int(left < L ? left : L);
-            T* to = out[which] + (t + r) * s.ngroups * N + n;
-            const Vt value = sum[r][u] + *(const Vt*)(others + (t + r) * NL + n);
-            store<T>(to, fresh ? value : value + load<T>(to, width), width);
-          }
+        each_of_tile(sum, t, v, [&](Vt x, int64_t r, int64_t u) ALWAYS_INLINE_LAMBDA {
+          const int64_t n = u * L, left = N - n;
+          const int width = int(left < L ? left : L);
+          T* to = out[which] + r * s.ngroups * N + n;
+          const Vt value = x + *(const Vt*)(others + r * NL + n);
+          store<T>(to, fresh ? value : value + load<T>(to, width), width);
+        });
       });
     }
   }
@@ -811,16 +801,14 @@ template <class T> struct Ssd {
     const int64_t offset = a.first - k.start - s.window;  // row i is in the windows of tokens j > i + offset
     std::memset((void*)w.from_C_ahead, 0, QL * sizeof(T));
     in_tiles<T>(a.size, (k.size + L - 1) / L, [&](auto& sum, int64_t i, int64_t v) __attribute__((always_inline)) {
-      constexpr int R = sizeof(sum) / sizeof(sum[0]), W = sizeof(sum[0]) / sizeof(Vt);
       add_product<T>(sum, P, {w.dy_ahead + i * PL, PL, 1}, {w.X_by_channel + v * L, QL, L});
-      for (int r = 0; r < R; r++)
-        for (int u = 0; u < W; u++) {
-          const int64_t at = (i + r) * QL + (v + u) * L;
-          const Vt decay = *(Vt*)(w.decays.to_end + (v + u) * L), t = sum[r][u] * decay, G = *(Vt*)(w.G_ahead + at);
-          *(Vt*)(w.K_ahead + at) = t * G;
-          *(Vt*)(w.dG_ahead + at) += after(t, i + r + offset, v + u);
-          *(Vt*)(w.M_ahead + at) = after(G * decay, i + r + offset, v + u);
-        }
+      each_of_tile(sum, i, v, [&](Vt x, int64_t r, int64_t u) ALWAYS_INLINE_LAMBDA {
+        const int64_t at = r * QL + u * L;
+        const Vt decay = *(Vt*)(w.decays.to_end + u * L), t = x * decay, G = *(Vt*)(w.G_ahead + at);
+        *(Vt*)(w.K_ahead + at) = t * G;
+        *(Vt*)(w.dG_ahead + at) += after(t, r + offset, u);
+        *(Vt*)(w.M_ahead + at) = after(G * decay, r + offset, u);
+      });
     });
   }
 };

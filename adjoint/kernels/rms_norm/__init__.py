@@ -9,7 +9,6 @@ from torch import Tensor
 from adjoint.kernels import checks, dispatch, operators, recorded
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.operation import CPU, Code, Operation, register
-from adjoint.kernels.recorded import note_cheap_result
 from adjoint.kernels.rms_norm import reference, trial
 
 
@@ -148,8 +147,9 @@ def rms_norm(
     y, s, _ = _rms_norm(x.to(narrow), weight, gate, stream, *options)
     if residual is not None:
         return y, s.to(residual.dtype)
-    if recorded.current.recording:
-        note_cheap_result(
+    recording = recorded.current.recording
+    if recording is not None:
+        recording.note_cheap_result(
             y, lambda x, *others: _rms_norm(x.to(narrow), *others, *options)[0], x, weight, gate, None
         )
     return y
