@@ -72,9 +72,6 @@ class Budgets(steps.StepBenchmark):
         """Return no rows: one length is measured."""
         return []
 
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield next(super().tables(result))
-
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         rows = [row for row in result["rows"] if "memory_bytes" in row]
         if rows:

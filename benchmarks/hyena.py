@@ -10,7 +10,6 @@ backpropagation's, on the same weights.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import ClassVar
 
 from adjoint.tools.measure.process import Point
@@ -53,9 +52,6 @@ class Hyena(steps.StepBenchmark):
 
     def named(self, row: Row) -> str:
         return WAYS[row["way"]][0]
-
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield self.document, self.name, self.markdown(result)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,11 @@ class Mixers(Benchmark):
                 rows.append({"mixer": mixer, "length": n, "method": name, **times})
         return rows
 
+    def shown(self, result: Row) -> str:
+        """The longest sequences alone."""
+        longest = max(row["length"] for row in result["rows"])
+        return self.markdown(result | {"rows": [row for row in result["rows"] if row["length"] == longest]})
+
     def markdown(self, result: Row) -> str:
         """A line a mixer and method, a column a length."""
         title = "time per token · ratio to the mixer's first line"

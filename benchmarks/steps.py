@@ -439,10 +439,6 @@ class StepBenchmark(Benchmark):
                 fit_rows.append({**key, "limit_bytes": limit, **estimate})
         return fit_rows
 
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield from super().tables(result)
-        yield self.document, f"longest {self.name}", self.longest(result)
-
     def longest(self, result: Row) -> str:
         """Return a table of the longest lengths with the first allocator, and their basis; "" if unknown."""
         stored = [row for row in result.get("fits", ()) if row["allocator"] == result["rows"][0]["allocator"]]
