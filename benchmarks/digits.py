@@ -172,9 +172,9 @@ class Digits(Benchmark):
         """A line an operation: the largest error of all its inputs."""
         worst: dict[tuple[str, int], Row] = {}
         for row in result["rows"]:
-            kept = worst.setdefault((row["op"], row["tokens"]), {"op": row["op"], "tokens": row["tokens"]})
-            pairs = itertools.zip_longest(kept.get("numbers", ()), _errors(row), fillvalue=0.0)
-            kept["numbers"] = [max(pair) for pair in pairs]
+            of_op = worst.setdefault((row["op"], row["tokens"]), {"op": row["op"], "tokens": row["tokens"]})
+            pairs = itertools.zip_longest(of_op.get("numbers", ()), _errors(row), fillvalue=0.0)
+            of_op["numbers"] = [max(pair) for pair in pairs]
         return _table([*worst.values()], lambda row: f"`{row['op']}`")
 
 
