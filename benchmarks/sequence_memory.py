@@ -59,7 +59,9 @@ class SequenceMemory(Benchmark):
 
     def shown(self, result: Row) -> str:
         """The wrapped model alone."""
-        return self.markdown(result | {"rows": [r for r in result["rows"] if r["model"] == tuple(MODELS)[-1]]})
+        return self.markdown(
+            result | {"rows": [r for r in result["rows"] if r["model"] == tuple(MODELS)[-1]]}
+        )
 
     def markdown(self, result: Row) -> str:
         """A line a model and what is kept, a column a number of processes; beside bytes, of one process's."""

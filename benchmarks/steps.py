@@ -403,15 +403,19 @@ class StepBenchmark(Benchmark):
         return any(row.get("gradients_apart", 0.0) > ROUNDING for row in result["rows"])
 
     def markdown(self, result: Row) -> str:
+        return self.table(result) + apart_text(result)
+
+    def shown(self, result: Row) -> str:
+        return self.table(result)
+
+    def table(self, result: Row) -> str:
         """A line a curve and, where there are several, allocator; a column a length."""
         several = len({row["allocator"] for row in result["rows"]}) > 1
 
         def name(row: Row) -> str:
             return f"{self.named(row)}, {row['allocator']}" if several else self.named(row)
 
-        return report.pivot(
-            [self.title], result["rows"], name, "length", report.memory_and_time
-        ) + apart_text(result)
+        return report.pivot([self.title], result["rows"], name, "length", report.memory_and_time)
 
     def page(self, result: Row) -> str:
         return "\n".join([self.markdown(result), self._notes(result["rows"]), self.longest(result)])
