@@ -79,8 +79,7 @@ class Mixers(Benchmark):
 
     def shown(self, result: Row) -> str:
         """The longest sequences alone."""
-        longest = max(row["length"] for row in result["rows"])
-        return self.markdown(result | {"rows": [row for row in result["rows"] if row["length"] == longest]})
+        return self.markdown(result | {"rows": report.longest(result["rows"])})
 
     def markdown(self, result: Row) -> str:
         """A line a mixer and method, a column a length."""

@@ -481,6 +481,39 @@ class StepBenchmark(Benchmark):
         ), None)  # fmt: skip
 
 
+class WaysOfAStack(StepBenchmark):
+    """One `Stack` by several ways.
+
+    Attributes:
+        model: the options of its configuration.
+        ways: by name, the label in the table, the way, and the longest of the default lengths.
+        repeated: default lengths at which several processes measure.
+    """
+
+    model: ClassVar[Point] = {}
+    ways: ClassVar[dict[str, tuple[str, Point, float]]] = {}
+    repeated: Collection[int] = ()
+    limiting_options = ("lengths", "ways", "allocators")
+    ratios = (("memory_bytes", "ms_per_token"), {"way": "exact"}, ("allocator", "length"))
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.add_choice(parser, "--ways", self.ways)
+        super().arguments(parser)
+
+    def curves(self, options: argparse.Namespace) -> list[Curve]:
+        chosen = {name: self.ways[name] for name in self.ways if name in options.ways}
+        return [
+            Curve({"way": name}, name, self.model, way, longest, self.repeated)
+            for name, (_, way, longest) in chosen.items()
+        ]
+
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
+        return {"model": self.model, "repeats": options.repeats} | super().payload(options, measurements)
+
+    def named(self, row: Row) -> str:
+        return self.ways[row["way"]][0]
+
+
 def apart_text(result: Row) -> str:
     """Return a line on the largest difference of gradients, "" if the results have none."""
     differences = [row["gradients_apart"] for row in result["rows"] if "gradients_apart" in row]
