@@ -11,10 +11,9 @@ import dataclasses
 import errno
 import functools
 import os
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
