@@ -482,7 +482,7 @@ class StepBenchmark(Benchmark):
 
 
 class WaysOfAStack(StepBenchmark):
-    """One `Stack` by several ways.
+    """A comparison of several ways of one `Stack`.
 
     Attributes:
         model: the options of its configuration.
