@@ -35,7 +35,7 @@ test: setup-dev  ## run the tests (without those marked slow or gpu)
 fuzz: setup-dev  ## random cases against references for an hour, or MINUTES=5; prints its seed, lists what deviates
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ)
 
-test-slow: setup-dev  ## run the tests marked slow, part by part, and record what passed in docs/slow_tests.md; PART=kernels runs one
+test-slow: setup-dev  ## run the tests marked slow, part by part, and record what passed in docs/versions.md; PART=kernels runs one
 	JOBS=$(JOBS) $(BIN)/python scripts/slow_tests.py $(PART)
 
 test-mutations: setup-dev  ## break the code behind each of some promises, and see that a test fails; PART="hooks noise" names some

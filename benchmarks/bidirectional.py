@@ -9,54 +9,26 @@ plain backpropagation's, on the same weights.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
 from typing import ClassVar
 
 from adjoint.tools.measure.process import Point
-from benchmarks import runner, steps
-from benchmarks.report import Row
-from benchmarks.runner import Found
-
-MODEL: Point = {
-    **{"mixer": "mamba", "bidirectional": "tied", "d_model": 256, "n_layer": 4, "d_state": 16, "expand": 2},
-    **{"vocab_size": 16, "tie_embeddings": True},
-}
+from benchmarks import steps
 
 
-# Name → label in the table, way of `benchmarks.steps`, the longest of the default lengths.
-WAYS: dict[str, tuple[str, Point, int]] = {
-    "exact": ("**Exact**", {"method": "Exact"}, 131072),
-    "checkpoints": ("Backprop + checkpointing", {"method": "Backprop", "checkpoint": True}, 131072),
-    "backprop": ("Backprop", {"method": "Backprop"}, 32768),
-}
-
-
-class Bidirectional(steps.StepBenchmark):
+class Bidirectional(steps.WaysOfAStack):
     name = "bidirectional"
     lengths: ClassVar = [8192, 32768, 131072]
-    limiting_options = ("lengths", "ways", "allocators")
-    ratios = (("memory_bytes", "ms_per_token"), {"way": "exact"}, ("allocator", "length"))
+    repeated = (8192,)
     document = "docs/which_method.md"
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        runner.add_choice(parser, "--ways", WAYS)
-        super().arguments(parser)
-
-    def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
-        return [
-            steps.Curve({"way": name}, name, MODEL, way, longest, self.lengths[:1])
-            for name, (_, way, longest) in WAYS.items() if name in options.ways
-        ]  # fmt: skip
-
-    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
-        return {"model": MODEL, "repeats": options.repeats} | super().payload(options, measurements)
-
-    def named(self, row: Row) -> str:
-        return WAYS[row["way"]][0]
-
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield self.document, self.name, self.markdown(result)
+    model: ClassVar[Point] = {
+        **{"mixer": "mamba", "bidirectional": "tied", "d_model": 256, "n_layer": 4, "d_state": 16},
+        **{"expand": 2, "vocab_size": 16, "tie_embeddings": True},
+    }
+    ways: ClassVar = {
+        "exact": ("**Exact**", {"method": "Exact"}, 131072),
+        "checkpoints": ("Backprop + checkpointing", {"method": "Backprop", "checkpoint": True}, 131072),
+        "backprop": ("Backprop", {"method": "Backprop"}, 32768),
+    }
 
 
 if __name__ == "__main__":

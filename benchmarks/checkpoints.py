@@ -91,9 +91,6 @@ class Checkpoints(steps.StepBenchmark):
         """Return no rows: where memory does not grow, no length is the longest."""
         return []
 
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield next(super().tables(result))
-
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         rows = [row for row in result["rows"] if "memory_bytes" in row]
         rows = [row for row in rows if row["allocator"] == rows[0]["allocator"]]

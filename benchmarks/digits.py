@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,19 +164,32 @@ class Digits(Benchmark):
     def markdown(self, result: Row) -> str:
         """A line an operation and its inputs, a column a length."""
 
-        def cell(row: Row) -> str:
-            others = [e for name, (e, _) in row["errors"].items() if name not in ("", *BACKENDS)]
-            numbers = [row["errors"][name][0] for name in ("", *BACKENDS) if name in row["errors"]]
-            return " · ".join(f"{x:.0e}".replace("e-0", "e-") for x in (*numbers, *sorted(others)[:1]))
-
         line = "{op}, {inputs}".format_map
-        return report.pivot(
-            ["C++ · reference · best other"],
-            result["rows"],
-            lambda row: line(row).replace("_", " "),
-            "tokens",
-            cell,
-        )
+        rows = [row | {"numbers": _errors(row)} for row in result["rows"]]
+        return _table(rows, lambda row: line(row).replace("_", " "))
+
+    def shown(self, result: Row) -> str:
+        """A line an operation: the largest error of all its inputs."""
+        worst: dict[tuple[str, int], Row] = {}
+        for row in result["rows"]:
+            of_op = worst.setdefault((row["op"], row["tokens"]), {"op": row["op"], "tokens": row["tokens"]})
+            pairs = itertools.zip_longest(of_op.get("numbers", ()), _errors(row), fillvalue=0.0)
+            of_op["numbers"] = [max(pair) for pair in pairs]
+        return _table([*worst.values()], lambda row: f"`{row['op']}`")
+
+
+def _errors(row: Row) -> list[float]:
+    """The errors of ours, C++ before reference, and of the other implementation that comes closest."""
+    others = [e for name, (e, _) in row["errors"].items() if name not in ("", *BACKENDS)]
+    ours = [row["errors"][name][0] for name in ("", *BACKENDS) if name in row["errors"]]
+    return [*ours, *sorted(others)[:1]]
+
+
+def _table(rows: Sequence[Row], line: Callable[[Row], str]) -> str:
+    def cell(row: Row) -> str:
+        return " · ".join(f"{x:.0e}".replace("e-0", "e-") for x in row["numbers"])
+
+    return report.pivot(["C++ · reference · best other"], rows, line, "tokens", cell)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from benchmarks.kernels.command import Kernels
 from benchmarks.layer_local import LayerLocalCosine
 from benchmarks.long_prompts import LongPrompts
 from benchmarks.memory import Memory
-from benchmarks.mini_sequence import MiniSequence
 from benchmarks.mixers import Mixers
 from benchmarks.quantized import Quantized
 from benchmarks.recall import Recall
@@ -33,10 +32,8 @@ from benchmarks.rows_on_ranks import RowsOnRanks
 from benchmarks.runner import RESULTS, RUNS, Benchmark
 from benchmarks.sequence import Sequence
 from benchmarks.sequence_memory import SequenceMemory
-from benchmarks.shards.command import Shards
 from benchmarks.shared_prefixes import SharedPrefixes
 from benchmarks.sources import Sources
-from benchmarks.window_time import WindowTime
 from benchmarks.wrapped import Wrapped
 from benchmarks.wrapped_length import WrappedLength
 from benchmarks.zero import Zero
@@ -153,7 +150,6 @@ SCANS = ("kernels/cpu/*.cpp", "kernels/cpu/*.h")
 WRAPPED = (*ENGINE, *SCANS, "hf/stage.py", "hf/cache.py", "hf/head.py")
 STACK = (*ENGINE, *SCANS, "engine/chunk_size.py")
 BINOMIAL = (*STACK, "engine/binomial.py", "engine/schedule.py")
-PROGRAMS = ("engine/grid.py", "engine/schedule.py", "plan/simulate.py")
 FIGURES = [
     Figure("README.md, docs/results.md", Wrapped(), "",
            "--lengths 1K 2K --repeats 1 --repeat-s 0", WRAPPED),
@@ -177,8 +173,6 @@ FIGURES = [
            "--out benchmarks/results/avx2", None, WRAPPED),
     Figure("docs/results.md", Wrapped(), "--lengths 16384 --ways transformers wrapped --repeats 1 "
            "--out benchmarks/results/avx512", None, WRAPPED),
-    Figure("docs/results.md", WindowTime(), "", "--seqlen 1K --windows 1 64 1024 --repeats 2 --settle 0",
-           SCANS),
     Figure("docs/which_method.md", Budgets(), "", "--lengths 1K --repeats 1", (*ENGINE, *SCANS)),
     Figure("docs/which_method.md", Checkpoints(), "", "--lengths 1K 2K",
            BINOMIAL),
@@ -188,8 +182,6 @@ FIGURES = [
     Figure("docs/convergence.md", Convergence(), "",
            "--methods backprop exact --tasks text --seeds 1 --steps 5 --seqlen 128"),
     Figure("docs/convergence.md", Recall(), "", "--mixers mamba gated_deltanet --steps 20"),
-    Figure("docs/plan.md", Shards(), "",
-           "--shards 1 2 --repeats 1 --d-model 64 --layers 4 --seqlen 1K", PROGRAMS),
     Figure("docs/which_layout.md", Sequence(), "", "--lengths 4K --workers 1 2 --repeats 1",
            ("parallel/context.py", "parallel/kv.py", "parallel/handoff.py", "plan/rounds.py")),
     Figure("docs/which_layout.md", SequenceMemory(), "", "--length 4K --workers 1 2",
@@ -208,6 +200,4 @@ FIGURES = [
            (*STACK, "stack/bidirectional.py", "stack/recurrence.py")),
     Figure("docs/kernels.md", Hyena(), "", "--lengths 2K --repeats 1 --repeat-s 0",
            (*STACK, "layers/hyena.py")),
-    Figure("docs/which_method.md", MiniSequence(), "",
-           "--tokens 1K --plain-tokens 512 --words 4000", ("loss.py",)),
 ]  # fmt: skip

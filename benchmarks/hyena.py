@@ -9,53 +9,26 @@ backpropagation's, on the same weights.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+import math
 from typing import ClassVar
 
 from adjoint.tools.measure.process import Point
 from benchmarks import steps
-from benchmarks.report import Row
-from benchmarks.runner import Found, add_choice
-
-LAYERS = ["hyena_se", "hyena_mr", "hyena_li"]
-MODEL: Point = {
-    **{"mixer": LAYERS * 2, "d_model": 64, "n_layer": 6, "d_intermediate": 176, "d_conv": 3},
-    **{"conv_bias": False, "vocab_size": 512, "tie_embeddings": True},
-}
-# Name → label in the table, and way of `benchmarks.steps`.
-WAYS: dict[str, tuple[str, Point]] = {
-    "exact": ("**Exact**", {"method": "Exact"}),
-    "fft": ("FFT convolutions + checkpointing", {"fft": "all modes"}),
-    "fft mode by mode": ("the same, filters summed mode by mode", {"fft": "mode by mode"}),
-}
 
 
-class Hyena(steps.StepBenchmark):
+class Hyena(steps.WaysOfAStack):
     name = "hyena"
     lengths: ClassVar = [32768, 131072]
-    limiting_options = ("lengths", "ways", "allocators")
-    ratios = (("memory_bytes", "ms_per_token"), {"way": "exact"}, ("allocator", "length"))
     document = "docs/kernels.md"
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_choice(parser, "--ways", WAYS)
-        super().arguments(parser)
-
-    def curves(self, options: argparse.Namespace) -> list[steps.Curve]:
-        return [
-            steps.Curve({"way": name}, name, MODEL, way)
-            for name, (_, way) in WAYS.items() if name in options.ways
-        ]  # fmt: skip
-
-    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
-        return {"model": MODEL, "repeats": options.repeats} | super().payload(options, measurements)
-
-    def named(self, row: Row) -> str:
-        return WAYS[row["way"]][0]
-
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield self.document, self.name, self.markdown(result)
+    model: ClassVar[Point] = {
+        **{"mixer": ["hyena_se", "hyena_mr", "hyena_li"] * 2, "d_model": 64, "n_layer": 6, "d_conv": 3},
+        **{"d_intermediate": 176, "conv_bias": False, "vocab_size": 512, "tie_embeddings": True},
+    }
+    ways: ClassVar = {
+        "exact": ("**Exact**", {"method": "Exact"}, math.inf),
+        "fft": ("FFT convolutions + checkpointing", {"fft": "all modes"}, math.inf),
+        "fft mode by mode": ("the same, filters summed mode by mode", {"fft": "mode by mode"}, math.inf),
+    }
 
 
 if __name__ == "__main__":

@@ -161,6 +161,10 @@ class LongPrompts(Benchmark):
         way = "once" if point["shares"] else "with each row"
         return f"{point['trainer']}, prompts of {point['prompt']:,} tokens {way}"
 
+    def shown(self, result: Row) -> str:
+        """The first table alone."""
+        return self.markdown(result).partition("\n\n")[0] + "\n"
+
     def markdown(self, result: Row) -> str:
         """A line for each trainer, then the losses of its steps."""
         ways: dict[str, dict[bool, Row]] = {}

@@ -77,6 +77,10 @@ class Mixers(Benchmark):
                 rows.append({"mixer": mixer, "length": n, "method": name, **times})
         return rows
 
+    def shown(self, result: Row) -> str:
+        """The longest sequences alone."""
+        return self.markdown(result | {"rows": report.longest(result["rows"])})
+
     def markdown(self, result: Row) -> str:
         """A line a mixer and method, a column a length."""
         title = "time per token · ratio to the mixer's first line"

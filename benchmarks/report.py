@@ -98,6 +98,11 @@ def add_ratios(rows: Sequence[Row], fields: Sequence[str], base: Row, within: Se
                 row[f"{field}_ratio"] = row[field] / bases[where(row)][field]
 
 
+def longest(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the longest sequences."""
+    return [row for row in rows if row["length"] == max(row["length"] for row in rows)]
+
+
 def memory_and_time(row: Row, unit: str = "MiB") -> str:
     """A cell: memory and milliseconds per token; a dash where nothing was measured."""
     if "memory_bytes" not in row:

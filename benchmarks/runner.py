@@ -201,6 +201,10 @@ class Benchmark:
         """The tables."""
         raise NotImplementedError
 
+    def shown(self, result: Row) -> str:
+        """Return what the document shows of `markdown`: all of it, unless a reader needs less."""
+        return self.markdown(result)
+
     def page(self, result: Row) -> str:
         """Return the Markdown that is printed and written."""
         return f"{report.with_footers(self.markdown(result), report.footer(result['environment']))}\n"
@@ -342,7 +346,7 @@ class Benchmark:
         """Yield what documents show of the results: a document, the name of marks, the text between them."""
         if self.document:
             picture = f"![{self.caption}]({self.name}.png)\n\n" if self.caption else ""
-            yield self.document, self.mark or self.name, picture + self.markdown(result)
+            yield self.document, self.mark or self.name, picture + self.shown(result)
 
     def published(self, result: Row) -> Iterator[tuple[str, str, str]]:
         """Yield `tables` as documents have them: their marks in full, and below each table its run."""

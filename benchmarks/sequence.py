@@ -178,6 +178,10 @@ class Sequence(Benchmark):
             )
         return rows
 
+    def shown(self, result: Row) -> str:
+        """The longest sequences alone."""
+        return self.markdown(result | {"rows": report.longest(result["rows"])})
+
     def markdown(self, result: Row) -> str:
         """A line a model and length, a column a number of processes; times of as many as there are cores."""
 

@@ -57,6 +57,12 @@ class SequenceMemory(Benchmark):
             ).items()
         ]
 
+    def shown(self, result: Row) -> str:
+        """The wrapped model alone."""
+        return self.markdown(
+            result | {"rows": [r for r in result["rows"] if r["model"] == tuple(MODELS)[-1]]}
+        )
+
     def markdown(self, result: Row) -> str:
         """A line a model and what is kept, a column a number of processes; beside bytes, of one process's."""
         lines = [

@@ -24,6 +24,7 @@ from benchmarks.steps import builder
 from benchmarks.wrapped import WIDTHS
 
 FIRST = 512  # tokens of a row in a pass that does not count
+SHOWN = 8  # answers of which the document shows the results
 VOCAB = WIDTHS["vocab_size"]
 MODELS: dict[str, Point] = {
     "Stack": {"vocab_size": VOCAB, "d_model": WIDTHS["hidden_size"], "n_layer": 4,
@@ -86,6 +87,9 @@ class SharedPrefixes(Benchmark):
     def describe(self, point: Point) -> str:
         way = "once" if point["shares"] else "with each row"
         return f"{point['model']}, {point['answers']} answers to {point['prompt']:,} tokens {way}"
+
+    def shown(self, result: Row) -> str:
+        return self.markdown(result | {"rows": [row for row in result["rows"] if row["answers"] == SHOWN]})
 
     def markdown(self, result: Row) -> str:
         """A line for each model and number of answers, a column for each length of the prompt."""

@@ -403,15 +403,19 @@ class StepBenchmark(Benchmark):
         return any(row.get("gradients_apart", 0.0) > ROUNDING for row in result["rows"])
 
     def markdown(self, result: Row) -> str:
+        return self.table(result) + apart_text(result)
+
+    def shown(self, result: Row) -> str:
+        return self.table(result)
+
+    def table(self, result: Row) -> str:
         """A line a curve and, where there are several, allocator; a column a length."""
         several = len({row["allocator"] for row in result["rows"]}) > 1
 
         def name(row: Row) -> str:
             return f"{self.named(row)}, {row['allocator']}" if several else self.named(row)
 
-        return report.pivot(
-            [self.title], result["rows"], name, "length", report.memory_and_time
-        ) + apart_text(result)
+        return report.pivot([self.title], result["rows"], name, "length", report.memory_and_time)
 
     def page(self, result: Row) -> str:
         return "\n".join([self.markdown(result), self._notes(result["rows"]), self.longest(result)])
@@ -438,10 +442,6 @@ class StepBenchmark(Benchmark):
                         estimate |= {"at": p["length"], "at_bytes": r["resident_bytes"]}
                 fit_rows.append({**key, "limit_bytes": limit, **estimate})
         return fit_rows
-
-    def tables(self, result: Row) -> Iterator[tuple[str, str, str]]:
-        yield from super().tables(result)
-        yield self.document, f"longest {self.name}", self.longest(result)
 
     def longest(self, result: Row) -> str:
         """Return a table of the longest lengths with the first allocator, and their basis; "" if unknown."""
@@ -479,6 +479,39 @@ class StepBenchmark(Benchmark):
             difference for point, result in measurements if "ways" in point
             for name, difference in result.get("gradients", {}).items() if point["keys"].get(name) == key
         ), None)  # fmt: skip
+
+
+class WaysOfAStack(StepBenchmark):
+    """A comparison of several ways of one `Stack`.
+
+    Attributes:
+        model: the options of its configuration.
+        ways: by name, the label in the table, the way, and the longest of the default lengths.
+        repeated: default lengths at which several processes measure.
+    """
+
+    model: ClassVar[Point] = {}
+    ways: ClassVar[dict[str, tuple[str, Point, float]]] = {}
+    repeated: Collection[int] = ()
+    limiting_options = ("lengths", "ways", "allocators")
+    ratios = (("memory_bytes", "ms_per_token"), {"way": "exact"}, ("allocator", "length"))
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.add_choice(parser, "--ways", self.ways)
+        super().arguments(parser)
+
+    def curves(self, options: argparse.Namespace) -> list[Curve]:
+        chosen = {name: self.ways[name] for name in self.ways if name in options.ways}
+        return [
+            Curve({"way": name}, name, self.model, way, longest, self.repeated)
+            for name, (_, way, longest) in chosen.items()
+        ]
+
+    def payload(self, options: argparse.Namespace, measurements: Found) -> Row:
+        return {"model": self.model, "repeats": options.repeats} | super().payload(options, measurements)
+
+    def named(self, row: Row) -> str:
+        return self.ways[row["way"]][0]
 
 
 def apart_text(result: Row) -> str:

@@ -87,17 +87,15 @@ SETS = ("AVX2", "avx2/"), ("AVX-512", "avx512/")  # what tables call them, and t
 
 
 def kernels_by_vectors() -> str:
-    """Each kernel's ms and percent of the roof, forward and with its backward, by instruction set."""
-    ways = [(said, folder, way) for said, folder in SETS for way in ("forward", "both")]
+    """Each kernel's ms and percent of the roof, forward and backward, by instruction set."""
     lines = []
     for op in dict.fromkeys(measurement["op"] for measurement in rows("avx2/kernels")):
         cells = []
-        for _, folder, way in ways:
-            measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": way})
+        for _, folder in SETS:
+            measurement = row(f"{folder}kernels", op=op, contender="adjoint", **{"pass": "both"})
             cells.append(f"{measurement['ms']:.1f} ms · {measurement['roof_share']:.0%}")
         lines.append([f"`{op}`", *cells])
-    heads = [f"{said}, {'forward' if way == 'forward' else 'with backward'}" for said, _, way in ways]
-    return report.markdown_table(["", *heads], lines)
+    return report.markdown_table(["forward + backward", *(said for said, _ in SETS)], lines)
 
 
 def models_by_vectors() -> str:
@@ -136,18 +134,18 @@ def reversible() -> str:
 
 def kernels_on_a_gpu() -> str:
     """Return the largest errors, against float64, of the kernels that stage a of `benchmarks.gpu` has run on
-    a GPU: a line per operation, a column per problem and dtype."""
-    cells: dict[str, dict[str, str]] = {}
-    heads: dict[str, None] = {}
+    a GPU, of all problems: a line per operation, a column per dtype."""
+    errors: dict[str, dict[str, float]] = {}
     for kernel in rows("h200/gpu", stage="a"):
-        point, limit = kernel["point"], f"limit {kernel['limit']:.0e}"
-        tokens = kernel["name"].split(", ")[1]
-        problem = "trial" if point["kind"] == "trial" else tokens
-        head = f"{problem}, {point['dtype']} ({limit})"
-        heads[head] = None
-        cells.setdefault(point.get("op", point.get("operation")), {})[head] = f"{kernel['worst_error']:.0e}"
-    lines = ([f"`{op}`", *(errors.get(head, "–") for head in heads)] for op, errors in cells.items())
-    return report.markdown_table(["", *heads], lines)
+        point = kernel["point"]
+        of_op = errors.setdefault(point.get("op", point.get("operation")), {})
+        of_op[point["dtype"]] = max(of_op.get(point["dtype"], 0.0), kernel["worst_error"])
+    dtypes = ("bfloat16", "float32")
+    lines = (
+        [f"`{op}`", *(f"{of_op[dtype]:.0e}" if dtype in of_op else "–" for dtype in dtypes)]
+        for op, of_op in errors.items()
+    )
+    return report.markdown_table(["", *dtypes], lines)
 
 
 def steps_on_a_gpu() -> str:
@@ -220,9 +218,6 @@ TABLES = [
     Table("docs/gpu.md", "steps on an H200 table", steps_on_a_gpu, ("h200/host_waits", "h200/gpu")),
     Table("docs/gpu.md", "steps on a simulated GPU table", steps_on_a_simulated_gpu, SIMULATED),
     runs("docs/results.md", "kernels", "kernels"),
-    runs("docs/results.md", "window_time", "window_time"),
-    runs("docs/which_method.md", "mini_sequence", "mini_sequence"),
     runs("docs/results.md", "wrapped_length", "wrapped_length"),
     runs("docs/paper.md", "sources", "sources"),
-    runs("docs/plan.md", "shards", "shards"),
 ]  # fmt: skip

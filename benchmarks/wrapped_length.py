@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from adjoint.tools.measure import show
-from benchmarks import report, steps, wrapped
+from benchmarks import report, wrapped
 from benchmarks.report import GREEN, Row
 from benchmarks.wrapped import MODELS, Wrapped
 
@@ -38,14 +38,13 @@ class WrappedLength(Wrapped):
     caption = "Memory of a wrapped Mamba-2 against length"
     title = "peak memory above a short pass"
 
-    def markdown(self, result: Row) -> str:
+    def table(self, result: Row) -> str:
         """Memory alone: one process a point says little of times."""
 
         def cell(row: Row) -> str:
             return f"{row['memory_bytes'] / 2**20:,.0f} MiB" if "memory_bytes" in row else "–"
 
-        table = report.pivot([self.title], result["rows"], self.named, "length", cell)
-        return table + steps.apart_text(result)
+        return report.pivot([self.title], result["rows"], self.named, "length", cell)
 
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         conditions = "Mamba-2, d_model 256, 4 layers, float32, batch 1"

@@ -1,6 +1,6 @@
 """Run the tests marked slow in parts, and record when each part passed: ``make test-slow [PART=kernels]``.
 
-A part that passes gets its row in docs/slow_tests.md; one that fails leaves the row of its last pass. A part
+A part that passes gets its row in docs/versions.md; one that fails leaves the row of its last pass. A part
 should take two cores less than an hour.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "docs" / "slow_tests.md"
+RECORD = ROOT / "docs" / "versions.md"  # of both scripts, a table each
 CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "ray")
 # told by the Python that ran the tests
@@ -91,28 +91,33 @@ def commit() -> str:
         command = ["git", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    records = ":!docs/slow_tests.md", ":!docs/versions.md"
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *records)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/versions.md")
     return git("rev-parse", "--short=12", "HEAD").strip() + "+" * bool(changed)
 
 
-def write(row: list[str], names: Sequence[str], file: Path) -> None:
-    """Puts a row into the table at the end of a record, in place of its last one; `names`: of all rows."""
+def write(row: list[str], names: Sequence[str], file: Path, head: str) -> None:
+    """Put a row into the table of a record whose first heading is `head`, in place of the row's last one;
+    `names`: of all rows."""
     text = file.read_text(encoding="utf-8")
-    start = text.index("\n| ") + 1
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text[start:].splitlines()]
+    start = text.index(f"\n| {head} |") + 1
+    stop = (text + "\n\n").index("\n\n", start) + 1
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text[start:stop].splitlines()]
     rows = {cells[0]: cells for cells in lines[2:]} | {row[0]: row}
-    never, head = ["–"] * len(HEADER), [lines[0][0], *HEADER]
+    never, heads = ["–"] * len(HEADER), [head, *HEADER]
     body = [rows.get(name, [name, *never]) for name in names]
-    table = "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *body])
-    file.write_text(text[:start] + table, encoding="utf-8")
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in [heads, ["---"] * len(heads), *body])
+    file.write_text(text[:start] + table + text[stop:], encoding="utf-8")
 
 
 def record(
-    wanted: Sequence[str], names: Sequence[str], run_row: Callable[[str], list[str] | None], file: Path
+    wanted: Sequence[str],
+    names: Sequence[str],
+    run_row: Callable[[str], list[str] | None],
+    file: Path,
+    head: str,
 ) -> int:
-    """Runs the rows that are wanted, or all, and writes those that pass into a record. Exit code 0 where all
-    passed, 1 where one did not, 2 where there is no such row."""
+    """Run the rows that are wanted, or all, and write those that pass into a record's table. Exit code 0
+    where all passed, 1 where one did not, 2 where there is no such row."""
     if unknown := [name for name in wanted if name not in names]:
         print(f"error: no {unknown[0]!r}; there are {', '.join(names)}", file=sys.stderr)
         return 2
@@ -123,7 +128,7 @@ def record(
         if found is None:
             failed.append(name)
         else:
-            write([name, *found], names, file)
+            write([name, *found], names, file, head)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -135,7 +140,7 @@ def main(parts: list[str]) -> int:
     def run_part(part: str) -> list[str] | None:
         return run(["-m", "slow and not gpu", *map(str, files_of(part))])
 
-    return record(parts, [*PARTS, REST], run_part, RECORD)
+    return record(parts, [*PARTS, REST], run_part, RECORD, "part")
 
 
 if __name__ == "__main__":

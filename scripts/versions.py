@@ -216,5 +216,5 @@ if __name__ == "__main__":
     sys.exit(
         check_newest()
         if sys.argv[1:] == ["--check-newest"]
-        else record(sys.argv[1:], list(ROWS), run_row, RECORD)
+        else record(sys.argv[1:], list(ROWS), run_row, RECORD, "row")
     )

@@ -30,8 +30,8 @@ RUNS: dict[str, tuple[dict[str, str], str]] = {
     "README.md#Will it fit?": ({}, "memory  fits"),
     "README.md#Train from scratch": (SHORT | TINY, "resuming after step 2"),
     "docs/finetune.md": (SHORT | {"DATA__SEQLEN": "512", "GPUS": "2"}, "adapters: rank 16"),
-    "docs/finetune.md#Fine-tune a hybrid at 128K": (TUTORIAL, "def main("),
-    "docs/results.md#A million tokens on a laptop": (TUTORIAL, "peak_memory_bytes"),
+    "docs/tutorials.md#Fine-tune a hybrid at 128K": (TUTORIAL, "def main("),
+    "docs/tutorials.md#A million tokens on a laptop": (TUTORIAL, "peak_memory_bytes"),
 }
 
 
@@ -95,7 +95,7 @@ def carry_out(commands: str, folder: Path, places: Path | None = None, **variabl
 
 def make_hybrid(folder: Path) -> Path:
     """The tutorial's own model."""
-    tutorial = (ROOT / "docs" / "finetune.md").read_text().split("\n## Fine-tune a hybrid at 128K\n")[1]
+    tutorial = (ROOT / "docs" / "tutorials.md").read_text().split("\n## Fine-tune a hybrid at 128K\n")[1]
     carry_out(re.findall(r"```bash\n(.*?)```", tutorial, re.S)[0], folder)
     return folder / "hybrid"
 

@@ -51,7 +51,7 @@ def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
 ) -> None:
     tests, record = tmp_path / "tests", tmp_path / "record.md"
     tests.mkdir()
-    record.write_text("# Words\n\n| part |\n| --- |\n")
+    record.write_text("# Words\n\n| part |\n| --- |\n\n| row |\n| --- |\n| other |\n")
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "PARTS", {"first": ("a",), "second": ("b",)})
     monkeypatch.setattr(script, "commit", lambda: "0123456789ab")
@@ -63,8 +63,10 @@ def test_a_part_that_passes_gets_its_row_and_one_that_fails_keeps_it(
     assert script.main(["first"]) == 0
     (tests / "test_a.py").write_text(slow + "assert n < 0\n")
     assert script.main(["first", "second"]) == 1
-    rows = [line.split(" | ") for line in record.read_text().splitlines()[4:]]
-    assert record.read_text().startswith("# Words\n\n| part | passed |")
+    table, _, other = record.read_text().partition("\n\n| row |")
+    rows = [line.split(" | ") for line in table.splitlines()[4:]]
+    assert table.startswith("# Words\n\n| part | passed |")
+    assert other == "\n| --- |\n| other |\n"
     assert [row[0] for row in rows] == ["| first", "| second", "| rest"]
     assert (rows[0][1], rows[0][2], rows[0][5]) == ("3", "0", "0123456789ab")
     assert f"Python {sys.version_info[0]}." in rows[0][6]

@@ -11,10 +11,9 @@ import dataclasses
 import errno
 import functools
 import os
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,22 +53,6 @@ from adjoint.train.carry_state import STEM, Carried
 from adjoint.train.checkpoint import load_optimizer, optimizer_tensors, write_file
 from adjoint.train.machine import autocast
 from adjoint.train.optimizer import make_optimizer, take_step
-
-
-class Traced(NamedTuple):
-    """The recorded time of one action of a worker's program.
-
-    Attributes:
-        action: the action as text.
-        start, stop: in seconds of `time.perf_counter`, on Linux one clock for all processes of a machine.
-        processor: seconds of CPU time of this thread between them. Waiting uses none, nor does time in which
-            other threads have the core.
-    """
-
-    action: str
-    start: float
-    stop: float
-    processor: float
 
 
 @dataclass(frozen=True)
@@ -137,7 +120,6 @@ class PipelineWorker:
         self.warmed_up: set[Hashable] = set()  # see `Connections`
         self.agreed = False  # whether workers with the same layers have been compared
         self.windows: list[int] | None = None  # of the last batch, where the method picked them
-        self.trace: list[Traced] = []  # of the last batch
         # For whoever watches from another thread: how much this worker has done, what it is at, and whether
         # that is to wait for others.
         self.progress, self.at = 0, ("", False)
@@ -306,13 +288,10 @@ class PipelineWorker:
 
     @contextlib.contextmanager
     def traced(self, action: object) -> Iterator[None]:
-        """Note the time of an action, and for whoever watches that it is under way."""
+        """Note for whoever watches that an action is under way, and when it has ended."""
         self.at = str(action), isinstance(action, Send | Recv)
-        start, processor = time.perf_counter(), time.thread_time()
         yield
-        used = time.thread_time() - processor
         self.progress += 1
-        self.trace.append(Traced(str(action), start, time.perf_counter(), used))
 
     def _sum_gradients(self) -> None:
         """Sum gradients over all workers with the same parameters; a tied table's over both of its shards."""
@@ -467,10 +446,6 @@ class PipelineWorker:
         """Each layer's window of the last batch, where the method picked them."""
         return self.windows
 
-    def timings(self) -> list[Traced]:
-        """The last batch as this worker carried it out, action by action: waits are those of receives."""
-        return self.trace
-
     def peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self.device)
 
@@ -490,7 +465,6 @@ class PipelineRank(Distribution):
         self.worker, self.transport = worker.spec.worker, worker.transport
 
     def begin(self, stages: Sequence[Stage | None], spec: EngineSpec, device: torch.device) -> None:
-        self.pipeline.trace = []
         self.token_ranks = 1 if reads_windows(spec) else self.spec.layout.tensor
 
     def runs(self, spec: EngineSpec, stages: Sequence[Stage | None]) -> Sequence[int]:

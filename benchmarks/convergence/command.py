@@ -106,6 +106,9 @@ class Convergence(Benchmark):
     def markdown(self, result: Row) -> str:
         return f"{tables.markdown(result)}\n{tables.provenance(result)}\n"
 
+    def shown(self, result: Row) -> str:
+        return f"{tables.overview(result)}\n{tables.provenance(result)}\n"
+
     def page(self, result: Row) -> str:
         return f"# Does training still converge?\n\n{super().page(result)}"
 

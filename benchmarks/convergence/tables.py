@@ -80,6 +80,19 @@ def markdown(result: Row) -> str:
     return "\n".join(parts)
 
 
+def overview(result: Row) -> str:
+    """Return one table of all tasks: each method's gap to Backprop and, of recall, how often it is right."""
+    lines: dict[str, list[str]] = {}
+    for task in result["tasks"]:
+        for row in (row for row in result["rows"] if row["task"] == task):
+            accuracy = [value for key, value in row.items() if re.fullmatch(r"accuracy_\d+", key)]
+            cells = [signed(row["gap"], "+.3f")] if "gap" in row else [row["note"]]
+            cells += [f"{min(accuracy):.0%}"] if accuracy else []
+            lines.setdefault(label(row["method"]), []).append(" · ".join(cells))
+    heads = ("gap to Backprop · right at the worst distance", *result["tasks"])
+    return report.markdown_table(heads, ([method, *cells] for method, cells in lines.items()))
+
+
 def picked_windows(result: Row) -> dict[tuple[str, int], list[float]]:
     """(task, layer from 1) → median over the seeds of the window picked there, every `block_steps` steps."""
     windows = {}

@@ -22,7 +22,6 @@ from benchmarks import (
     host_weights,
     hyena,
     memory,
-    mini_sequence,
     mixers,
     recall,
     report,
@@ -31,18 +30,16 @@ from benchmarks import (
     sequence,
     sources,
     steps,
-    window_time,
     wrapped,
 )
 from benchmarks.convergence.command import Convergence
 from benchmarks.gpu.command import Gpu
 from benchmarks.kernels.command import Kernels
 from benchmarks.runner import Benchmark
-from benchmarks.shards.command import Shards
 
 # --------------------------------------------------------------------------------------------------- dry runs
 
-SLOW_DRY_RUNS = ("shards", "host_weights", "rows_on_ranks")
+SLOW_DRY_RUNS = ("host_weights", "rows_on_ranks")
 # Each benchmark, its smallest arguments, how many rows they give, and columns of the results.
 DRY: list[tuple[Benchmark, str, int, str]] = [
     (memory.Memory(),
@@ -58,10 +55,6 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      4, "way length memory_bytes ms_per_token gradients_apart"),
     (mixers.Mixers(), "--mixers mamba --lengths 64 --rounds 1 --repeats 1",
      3, "mixer length method ms_per_token ratio"),
-    (mini_sequence.MiniSequence(), "--tokens 256 --plain-tokens 128 --words 2000",
-     2, "method tokens words bytes loss"),
-    (window_time.WindowTime(), "--seqlen 64 --windows 1 64 --repeats 2 --settle 0",
-     10, "scan window ratio ratio_min ratio_max unwindowed_ms windowed_ms pairs"),
     (recall.Recall(), "--mixers mamba --seqlen 64 --steps 2", 1, "mixer seqlen steps loss recall needle"),
     (rows_on_ranks.RowsOnRanks(), "--documents 8 --answers 2 --prompt 300 --models Llama",
      4, "batch model weights apart_cpu_seconds together_cpu_seconds gradient_difference"),
@@ -73,21 +66,15 @@ DRY: list[tuple[Benchmark, str, int, str]] = [
      2, "task method seeds held_out train core_seconds gap curve_distance accuracy_4 note"),
     (Kernels(), "--op rms_norm --peers torch --size small --repeats 1 --settle 0.001",
      6, "op contender pass size errors status ms roof_ms roof_share"),
-    (Shards(),
-     "--shards 1 2 --repeats 1 --d-model 8 --layers 2 --seqlen 64 --chunk-size 16 --window 8 --methods exact",
-     3, "method shards sequence predicted_seconds measured_seconds error memory_bytes"),
 ]  # fmt: skip
 UNDRAWN = (
     "bidirectional",
     "hyena",
     "mixers",
-    "mini_sequence",
     "rows_on_ranks",
     "sources",
     "host_weights",
     "kernels",
-    "shards",
-    "window_time",
 )
 
 
@@ -102,10 +89,8 @@ UNDRAWN = (
 )
 def test_a_dry_run(
     benchmark: Benchmark, given: str, count: int, columns: str, here: list[Any], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if benchmark.name == "shards":
-        request.getfixturevalue("ray_on_loopback")
     arguments = [*given.split(), "--out", str(tmp_path)]
     stem = tmp_path / benchmark.name
     assert benchmark.main(arguments) in (0, 1)  # 1: slower, or larger, than it may be
@@ -131,7 +116,7 @@ REFUSED = [
     (memory.Memory(), ["--methods", "magic"], "invalid choice"),
     (memory.Memory(), ["--publish", "--methods", "exact"], "leave out --methods"),
     (memory.Memory(), ["--out", str(runner.RESULTS / "exact-growth")], "with --publish only"),
-    (window_time.WindowTime(), ["--device", "tpu"], "invalid device value"),
+    (Kernels(), ["--device", "tpu"], "invalid device value"),
     (Kernels(), ["--peers", "magic"], "invalid choice"),
     (Convergence(), ["--methods", "exact-4"], "unknown method 'exact-4'"),
     (Convergence(), ["--methods", "truncated-0"], "window"),
@@ -426,12 +411,3 @@ def test_summary_takes_medians_and_says_why_not() -> None:
     rows = [{"m": "a", "n": 1, "x": 2.0}, {"m": "b", "n": 1, "x": 3.0}, {"m": "b", "n": 2, "x": 3.0}]
     report.add_ratios(rows, ["x"], {"m": "a"}, ["n"])
     assert [row.get("x_ratio") for row in rows] == [1.0, 1.5, None]
-
-
-def test_windows_reach_from_one_to_the_length_and_ratios_are_of_pairs() -> None:
-    windows = window_time.windows_of(16384)
-    assert {2**i for i in range(15)} | {1, 3, 5461, 16383, 16384} <= set(windows)
-    assert window_time.windows_of(2) == [1, 2]
-    row = window_time.summary("dense", 4, [(1.0, 2.0), (10.0, 30.0), (2.0, 2.0)])
-    assert (row["ratio_min"], row["ratio"], row["ratio_max"]) == (1.0, 2.0, 3.0)
-    assert (row["unwindowed_ms"], row["windowed_ms"], row["pairs"]) == (2000.0, 2000.0, 3)

@@ -1,1 +1,0 @@
-"""Real shards against their simulation: `python -m benchmarks.shards` (see `command`)."""
