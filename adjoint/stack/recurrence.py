@@ -63,8 +63,8 @@ RECURRENCE = TrialKind(
 )
 RECURRENCE_AND_LOSS = dataclasses.replace(
     RECURRENCE,
-    likely_reason="the loss is no sum over tokens, or the function keeps or reads something besides its input "
-    "and its state",
+    likely_reason="the loss is no sum over tokens, or the function keeps or reads something besides its input"
+    " and its state",
     remedy='return a sum over the chunk\'s tokens (reduction="sum"), and all of what is kept as the state',
 )
 KindsByLoss: TypeAlias = "weakref.WeakKeyDictionary[object, dict[Hashable, float]]"
@@ -117,8 +117,8 @@ def checkpoint_sequence(
         y, (h, c) = adjoint.checkpoint_sequence(lstm, x, (h, c))
 
     On first use 13 tokens run both ways and the gradients are compared, for each loss again. Random numbers,
-    such as dropout's, are drawn again where a chunk is computed again. Do not use it if the activations of the sequence fit in
-    memory and only time counts.
+    such as dropout's, are drawn again where a chunk is computed again. Do not use it if the activations of
+    the sequence fit in memory and only time counts.
 
     Args:
         function: any module or callable (x of a chunk, state) → (y of the chunk, state). All that it carries

@@ -245,7 +245,7 @@ def test_each_loss_is_compared() -> None:
 @pytest.mark.parametrize("seqlen", [1, 4, 6])
 def test_a_short_first_call_is_compared_on_as_many_tokens(seqlen: int) -> None:
     state = torch.zeros(1, ROWS, 7)
-    with pytest.raises(ValueError, match="^checkpoint_sequence of Forgetful cannot be trained by chunks"):
+    with pytest.raises(ValueError, match=r"^checkpoint_sequence of Forgetful cannot be trained by chunks"):
         adjoint.checkpoint_sequence(Forgetful(), torch.randn(ROWS, seqlen, WIDTH), state, chunk_size=8)
 
 
