@@ -265,7 +265,14 @@ def in_sequence(model: Stack) -> None:
     model.embedding = nn.Sequential(nn.Embedding(17, 3), nn.Linear(3, 12)).double()
 
 
-CHANGES = [embedding(padding_idx=3), embedding(sparse=True), embedding(Scaled), hooked, one_layer_twice]
+CHANGES = [
+    embedding(padding_idx=3),
+    embedding(sparse=True),
+    embedding(max_norm=0.5),
+    embedding(Scaled),
+    hooked,
+    one_layer_twice,
+]
 CHANGES += [with_steps_hooked, with_adapters, in_sequence]
 
 
@@ -364,10 +371,16 @@ def dropout(model: Stack) -> None:
     mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Dropout())
 
 
+def tied_with_max_norm(model: Stack) -> None:
+    model.embedding.max_norm = 0.5
+    model.lm_head.weight = model.embedding.weight
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (embedding(scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (tied_with_max_norm, "max_norm rescales its weight in the forward"),
         (biased_head, "lm_head must be an nn.Linear without bias"),
         (hooked_head, "lm_head must be an nn.Linear without bias"),
         (other_norm, "norm_f must have a weight and no other"),

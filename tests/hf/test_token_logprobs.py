@@ -93,6 +93,9 @@ def test_a_stack(variant: str) -> None:
     with torch.no_grad():
         again = adjoint.token_logprobs(stack, ids, mask, TEMPERATURE)
     torch.testing.assert_close(again, expected, rtol=1e-11, atol=1e-11)
+    stack.lm_head = torch.nn.Linear(*stack.lm_head.weight.shape[::-1])  # with a bias
+    with pytest.raises(ValueError, match=r"lm_head must be an nn\.Linear without bias"):
+        adjoint.token_logprobs(stack.double(), ids, mask)
 
 
 @pytest.mark.parametrize("name", [LLAMA, GEMMA])
