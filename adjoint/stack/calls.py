@@ -428,7 +428,7 @@ class Stack(ChunkedStack):
             input_ids and the new tokens, (batch, seqlen + max_new_tokens) int64.
 
         Raises:
-            ValueError: an id is out of range, temperature < 0, top_k or chunk_size < 1, or max_new_tokens < 0.
+            ValueError: an id is out of range, temperature < 0, top_k or chunk_size < 1, max_new_tokens < 0.
             UserError: layers read in both directions.
         """
         if self.is_bidirectional:
