@@ -90,7 +90,14 @@ def test_nothing_new_gives_the_input_back_and_bfloat16_generates() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     model = make_model("mamba")
-    for options in ({"temperature": -1}, {"top_k": 0}, {"max_new_tokens": -1}):
+    wrong = (
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"max_new_tokens": -1},
+        {"chunk_size": 0},
+    )
+    for options in wrong:
         with pytest.raises(ValueError, match="must be 0 or more, top_k 1 or more"):
             model.generate(make_ids(1, 3), **{"max_new_tokens": 2, **options})
     with pytest.raises(ValueError, match="input_ids holds 17, but the model knows ids 0 to 16"):

@@ -261,10 +261,13 @@ class StageAround(Stage):
 
 
 class Embedding(Stage):
-    """ids → y_0 (batch, tokens, d_model)."""
+    """ids → y_0 (batch, tokens, d_model).
 
-    def __init__(self, table: nn.Embedding) -> None:
-        if table.scale_grad_by_freq:
+    Args:
+        table: an `nn.Embedding`, or any module in its place, such as an adapter's."""
+
+    def __init__(self, table: nn.Module) -> None:
+        if any(getattr(module, "scale_grad_by_freq", False) for module in table.modules()):
             raise ValueError(
                 "an embedding with scale_grad_by_freq counts the tokens of the whole batch, which a chunk "
                 "does not know: set it to False; Backprop() works"
@@ -292,6 +295,7 @@ class Embedding(Stage):
                     return self.table(x), ()
 
             return tile.linearize(call, parameters, x, (), gradients)
+        assert isinstance(self.table, nn.Embedding)
         weight, padding = self.table.weight, self.table.padding_idx
 
         def pullback(dy: Tensor | None, dstate: Cotangents) -> tuple[None, Cotangents]:

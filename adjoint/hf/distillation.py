@@ -13,8 +13,7 @@ from adjoint.engine.host_weights import fetched
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
 from adjoint.hf.head import head_logits, run_checkpointed, vocab_size_of
-from adjoint.hf.logprobs import causal_lm_of, on_hidden_states, refuse_unreachable_head
-from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.hf.logprobs import causal_lm_of, head_as_now, on_hidden_states, refuse_unreachable_head
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.loss import tokens_per_slice
 from adjoint.parallel.access import weights_type
@@ -44,13 +43,16 @@ def summed_divergence(
     with torch.no_grad():
         teacher_hidden = on_hidden_states(teacher, inputs, lambda h: h[:, :-1][counted[:, 1:]], _CALLER)
 
-    def slice_divergence(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        log_probs = _log_probs(student_lm, hidden, temperature)
-        with torch.no_grad():
-            target = _log_probs(teacher_lm, teacher_hidden, temperature)
-        return divergence(log_probs, target, beta)
-
     def of_hidden(hidden: Tensor) -> Tensor:
+        student_context, teacher_context = head_as_now(student_lm), head_as_now(teacher_lm)
+
+        def slice_divergence(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+            with student_context():
+                log_probs = _log_probs(student_lm, hidden, temperature)
+            with torch.no_grad(), teacher_context():
+                target = _log_probs(teacher_lm, teacher_hidden, temperature)
+            return divergence(log_probs, target, beta)
+
         chosen = hidden[:, :-1][counted[:, 1:]]
         total = chosen[:0].sum(dtype=accumulate_dtype(chosen.dtype))  # in the graph, if no token counts
         tokens = tokens_per_slice(len(chosen), vocab_size_of(student_lm), chosen.is_cuda)
@@ -83,8 +85,7 @@ def divergence(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:
 
 def _log_probs(lm: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
     """Return a model's log-probabilities (tokens, vocab_size) of hidden states, in float32 at least."""
-    # The backward runs this again, perhaps beside a call of the model in another thread.
-    with wrap_state_or_original(lm).lock, fetched(lm.get_output_embeddings()):
+    with fetched(lm.get_output_embeddings()):
         logits = head_logits(lm, hidden[None])[0]
     return F.log_softmax(logits.to(accumulate_dtype(logits.dtype)) / temperature, dim=-1)
 

@@ -231,6 +231,7 @@ def summed_loss(
     slices: int | None = None,
     weights: Tensor | None = None,
     measured_scale: Callable[[], float | None] | None = None,
+    slice_context: ContextFactory = contextlib.nullcontext,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
@@ -245,6 +246,7 @@ def summed_loss(
             or with other terms.
         measured_scale: returns the model's `logit_scale`, for callers that measure it once; None to measure
             it.
+        slice_context: as in `logprobs`.
     """
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
@@ -258,7 +260,8 @@ def summed_loss(
         return linear_cross_entropy(scaled, weight, targets, tokens, weights=weights, is_loss=True)
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        logits = head_logits(model, hidden[None])
+        with slice_context():
+            logits = head_logits(model, hidden[None])
         loss = loss_of(logits, targets, weights)
         return loss if terms.penalty is None else loss + _zero_with_gradient(logits[0], terms.penalty)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from adjoint.batch import IGNORE_INDEX
 from adjoint.engine.host_weights import fetched
 from adjoint.engine.step import uncompiled
+from adjoint.engine.sweep import ContextFactory
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import Output, entropies, logprobs, summed_loss
@@ -25,6 +26,7 @@ from adjoint.hf.model_parts import (
     original_class,
     override_attribute,
 )
+from adjoint.hf.snapshot import HeadState
 from adjoint.hf.two_passes import refuse_other_values, two_passes
 from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, WrapState, wrap_state_or_original
 from adjoint.parallel.access import weights_type
@@ -58,7 +60,7 @@ def logprobs_of_model(
     def of_hidden(hidden: Tensor) -> Tensor:
         with wrap_state.lock:
             chosen = hidden[:, :-1][counted[:, 1:]]
-            return logprobs(lm, chosen, labels, temperature, lambda: wrap_state.lock)
+            return logprobs(lm, chosen, labels, temperature, head_as_now(lm))
 
     if _takes_two_passes(model, lm):
         before = (randomness := ChunkRandomness(lm)).states()
@@ -118,7 +120,24 @@ def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, call
     lm = causal_lm_of(model, caller, ", a Stack or an nn.Linear")
     refuse_unreachable_head(lm, caller)
     with wrap_state_or_original(lm).lock, fetched(lm.get_output_embeddings()):
-        return summed_loss(lm, hidden, targets)
+        return summed_loss(lm, hidden, targets, slice_context=head_as_now(lm))
+
+
+def head_as_now(lm: PreTrainedModel) -> ContextFactory:
+    """Return a context for slices of a head, which the backward runs again with the model as it is now.
+
+    Inside, other threads wait for the model."""
+    lock = wrap_state_or_original(lm).lock
+    if not torch.is_grad_enabled() or weights_type(lm).is_gathered:
+        return lambda: lock
+    head = HeadState(lm)
+
+    @contextlib.contextmanager
+    def restored_head() -> Iterator[None]:
+        with lock, head.restored():
+            yield
+
+    return restored_head
 
 
 def _is_shared(wrap_state: WrapState) -> bool:

@@ -2,8 +2,9 @@
 
 This is its modules, settings, hooks and configuration, and which parameters are trained, with their dtypes
 and devices. Snapshots have two uses. A wrapped model's chunks are recomputed in the backward, and must run
-the model as it was in the forward (`ForwardState`). And the verification of a model on first use stays valid
-as long as a new snapshot equals the one that was taken then."""
+the model as it was in the forward (`ForwardState`); so are slices of a head (`HeadState`). And the
+verification of a model on first use stays valid as long as a new snapshot equals the one that was taken
+then."""
 
 from __future__ import annotations
 
@@ -18,10 +19,15 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from adjoint.engine.module_tensors import CHANGED_BEFORE_BACKWARD, ModuleTensors
-from adjoint.hf.model_parts import MISSING, override_attribute
+from adjoint.engine.module_tensors import (
+    CHANGED_BEFORE_BACKWARD,
+    ModuleTensors,
+    UntrainedTensors,
+    version_of,
+)
+from adjoint.hf.model_parts import MISSING, backbone_of, override_attribute
 from adjoint.parallel.agreement import SAVED_ATTRIBUTES
 from adjoint.parallel.zero import BOOKKEEPING, PARTITIONED
 
@@ -272,4 +278,47 @@ class ForwardState:
                 current = Snapshot(self.model) if undo_steps else current
             if difference := self.snapshot.difference(current):
                 raise RuntimeError(f"{difference} {CHANGED_BEFORE_BACKWARD}")
+            yield
+
+
+class _WithoutBackbone(nn.Module):
+    """What a causal LM has beside its backbone: itself, its head, and their tensors."""
+
+    def __init__(self, model: nn.Module, backbone: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["model"], self.__dict__["backbone"] = model, backbone
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        model: nn.Module = self.__dict__["model"]
+        return model.named_modules({*(memo or ()), self.__dict__["backbone"]}, prefix, remove_duplicate)
+
+
+class HeadState:
+    """A causal LM beside its backbone as it was in a forward, for the backward that runs its head again.
+
+    A step by chunks has a `ForwardState` of the whole model; this is for a head that is computed by slices
+    outside of one, from hidden states."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        head = _WithoutBackbone(model, backbone_of(model))
+        self.state, self.untrained = (
+            ForwardState(head, Snapshot(head)),
+            UntrainedTensors(head.named_modules()),
+        )
+        self.versions = [(name, p, version_of(p)) for name, p in head.named_parameters() if p.requires_grad]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore what `ForwardState.restored` does inside the context, and undo it at the end.
+
+        Raises:
+            RuntimeError: something was changed that cannot be restored, such as a weight in place.
+        """
+        self.untrained.check()
+        for name, parameter, version in self.versions:
+            if version_of(parameter) != version:
+                raise RuntimeError(f"{name} was changed in place {CHANGED_BEFORE_BACKWARD}")
+        with self.state.restored():
             yield

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.collectives import copy_to_ranks, sum_over_ranks
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.layers.config import StackConfig
@@ -90,19 +91,31 @@ class MambaMixer(ScanMixer):
         if self.tensor_group is not None:  # all channels have a part in it, and all read it
             projected = copy_to_ranks(sum_over_ranks(projected, self.tensor_group), self.tensor_group)
         delta, B, C = projected.split([self.dt_proj.in_features, d_state, d_state], dim=-1)
-        return MambaScanInputs(u, F.linear(delta, self.dt_proj.weight), B, C, z), conv_tail
+        return MambaScanInputs(u, self._steps(delta), B, C, z), conv_tail
+
+    def _steps(self, delta: Tensor) -> Tensor:
+        """Return dt_proj's output, to which the scan adds `_step_bias`."""
+        if is_untouched(self.dt_proj, nn.Linear):
+            return F.linear(delta, self.dt_proj.weight)
+        steps: Tensor = self.dt_proj(delta)
+        return steps
+
+    def _step_bias(self) -> Tensor | None:
+        """Return dt_proj's bias; None if the module adds it, as one with hooks or an adapter does."""
+        return self.dt_proj.bias if is_untouched(self.dt_proj, nn.Linear) else None
 
     def scan(self, inputs: MambaScanInputs, h: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Return gated outputs (batch, seqlen, d_inner) and the final h."""
         u, delta, B, C, z = inputs
-        A, bias = rates(self.A_log), self.dt_proj.bias
+        A, bias = rates(self.A_log), self._step_bias()
         return selective_scan(u, delta, A, B, C, self.D, z, bias, True, initial_state=h, **options)
 
     def log_decay(self, inputs: MambaScanInputs) -> Tensor:
         """Return the slowest log decay of each channel's states, (batch, seqlen, d_inner)."""
         slowest = rates(self.A_log).amin(1)
-        step = F.softplus(inputs.delta.to(slowest.dtype) + self.dt_proj.bias.to(slowest.dtype))
-        return step * slowest
+        bias = self._step_bias()
+        steps = inputs.delta.to(slowest.dtype) + (0 if bias is None else bias.to(slowest.dtype))
+        return F.softplus(steps) * slowest
 
     def scan_outputs(self, y: Tensor, inputs: MambaScanInputs) -> Tensor:
         return self.out_proj(y)

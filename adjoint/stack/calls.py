@@ -428,15 +428,16 @@ class Stack(ChunkedStack):
             input_ids and the new tokens, (batch, seqlen + max_new_tokens) int64.
 
         Raises:
-            ValueError: an id is out of range, temperature < 0, top_k < 1 or max_new_tokens < 0.
+            ValueError: an id is out of range, temperature < 0, top_k or chunk_size < 1, max_new_tokens < 0.
             UserError: layers read in both directions.
         """
         if self.is_bidirectional:
             raise UserError(f"generate: {WHOLE_SEQUENCE}: mask tokens and read the logits of a call instead")
-        if temperature < 0 or (top_k is not None and top_k < 1) or max_new_tokens < 0:
+        is_number = temperature >= 0  # not so for nan
+        if not is_number or (top_k is not None and top_k < 1) or max_new_tokens < 0 or chunk_size < 1:
             raise ValueError(
-                "temperature must be 0 or more, top_k 1 or more, max_new_tokens 0 or more; "
-                f"got {temperature}, {top_k}, {max_new_tokens}"
+                "temperature must be 0 or more, top_k 1 or more, max_new_tokens 0 or more, chunk_size 1 or "
+                f"more; got {temperature}, {top_k}, {max_new_tokens}, {chunk_size}"
             )
         self._check(input_ids, None)
         states, tokens = self.initial_state(input_ids.shape[0]), [input_ids]

@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import TypeVar, cast, overload
+from typing import TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,17 @@ RECURRENCE = TrialKind(
     chunk_size=CHUNK_SIZE,
     is_of_user_code=True,
 )
-# For each function, or the module that it is a method of: the kinds of calls that have been verified, and the
-# bytes per token and row that autograd saves in each.
-_verified: weakref.WeakKeyDictionary[object, dict[Hashable, float]] = weakref.WeakKeyDictionary()
+RECURRENCE_AND_LOSS = dataclasses.replace(
+    RECURRENCE,
+    likely_reason="the loss is no sum over tokens, or the function keeps or reads something besides its input"
+    " and its state",
+    remedy='return a sum over the chunk\'s tokens (reduction="sum"), and all of what is kept as the state',
+)
+KindsByLoss: TypeAlias = "weakref.WeakKeyDictionary[object, dict[Hashable, float]]"
+# For each function, or the module that it is a method of, and in it for each loss (without one for the
+# function itself): the kinds of calls that have been verified, and the bytes per token and row that autograd
+# saves in each.
+_verified: weakref.WeakKeyDictionary[object, KindsByLoss] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -108,9 +116,9 @@ def checkpoint_sequence(
         lstm = torch.nn.LSTM(64, 64, batch_first=True)
         y, (h, c) = adjoint.checkpoint_sequence(lstm, x, (h, c))
 
-    On first use 13 tokens run both ways and the gradients are compared. Random numbers, such as dropout's,
-    are drawn again where a chunk is computed again. Do not use it if the activations of the sequence fit in
-    memory and only time counts.
+    On first use 13 tokens run both ways and the gradients are compared, for each loss again. Random numbers,
+    such as dropout's, are drawn again where a chunk is computed again. Do not use it if the activations of
+    the sequence fit in memory and only time counts.
 
     Args:
         function: any module or callable (x of a chunk, state) → (y of the chunk, state). All that it carries
@@ -130,7 +138,8 @@ def checkpoint_sequence(
         differentiable.
 
     Raises:
-        UserError: x, state, chunk_size or checkpoints is not of this kind, or the state changes its shape.
+        UserError: x, state, chunk_size or checkpoints is not of this kind, the state changes its shape, or a
+            target comes without a loss.
         Refused: on first use, if the gradient by chunks is not that of the whole.
     """
     call = _SequenceCall.of_arguments(function, x, state, loss, target)
@@ -251,6 +260,8 @@ class _SequenceCall:
         """
         if not callable(function):
             raise UserError(f"checkpoint_sequence: function is a {type(function).__name__}, not callable")
+        if loss is None and target is not None:
+            raise UserError("checkpoint_sequence: target is for loss: give a loss too, or leave target out")
         x_tensors, x_spec = tree_flatten(x)
         targets, target_spec = tree_flatten(target if loss is not None else ())
         states, state_spec = tree_flatten(state)
@@ -343,13 +354,16 @@ class _SequenceCall:
         return slice(self.seqlen - stop, self.seqlen - start) if self.reverse else slice(start, stop)
 
     def first_tokens(self, count: int) -> _SequenceCall:
-        """Return the call on the first tokens, of leaves that require gradients where tensors can."""
+        """Return the call on the first tokens, of leaves that require gradients where tensors can.
+
+        A shorter sequence is repeated: its few tokens may fit in one chunk, which proves nothing."""
+        places = torch.arange(count, device=self.device) % self.seqlen
 
         def leaf(t: Tensor) -> Tensor:
             t = t.clone() if t.is_inference() else t  # autograd saves no tensor made in inference mode
             return t.detach().requires_grad_(t.is_floating_point())
 
-        inputs = [leaf(t[:, :count]) for t in self.inputs]
+        inputs = [leaf(t[:, places.to(t.device)]) for t in self.inputs]
         return dataclasses.replace(self, inputs=inputs, state=[leaf(s) for s in self.state])
 
     def _sweep(self) -> Sweep:
@@ -560,10 +574,7 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     Args:
         subject: for which it is noted; by default the call's owner.
     """
-    try:
-        kinds = _verified.setdefault(call.owner if subject is None else subject, {})
-    except TypeError:  # no weak reference to it can be made
-        kinds = {}
+    kinds = _kinds_of(call.owner if subject is None else subject, call.loss)
     autocast = (
         torch.get_autocast_dtype(call.device.type) if torch.is_autocast_enabled(call.device.type) else None
     )
@@ -571,6 +582,7 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     training = tuple(module.training for _, module in call.modules)
     kind = (
         getattr(call.function, "__name__", ""),
+        getattr(call.loss, "__name__", ""),
         call.reverse,
         *tensors,
         *training,
@@ -583,13 +595,22 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     return kinds[kind]
 
 
+def _kinds_of(subject: object, loss: Loss | None) -> dict[Hashable, float]:
+    """Return the kinds of calls of a function that have been verified with a loss, to be added to."""
+    try:
+        by_loss = _verified.setdefault(subject, weakref.WeakKeyDictionary())
+        return by_loss.setdefault(subject if loss is None else getattr(loss, "__self__", loss), {})
+    except TypeError:  # no weak reference to one of them can be made
+        return {}
+
+
 def _verify(call: _SequenceCall) -> float:
     """Compare a few tokens in chunks with the whole; return the bytes per token and row that autograd saves.
 
     Raises:
         Refused: they differ.
     """
-    count = min(TOKENS, call.seqlen)
+    count = min(TOKENS, call.seqlen) if call.seqlen > CHUNK_SIZE else TOKENS
     generators = _RecurrenceStage(call).generators
     modules = [module for _, module in call.modules]
     saved: dict[int, int] = {}
@@ -620,7 +641,7 @@ def _verify(call: _SequenceCall) -> float:
                 reference, leaves = _results(call, y, after, first)
                 trial = Trial(
                     call.subject,
-                    RECURRENCE,
+                    RECURRENCE if call.loss is None else RECURRENCE_AND_LOSS,
                     lambda: _results_by_chunks(first, leaves),
                     tolerance([t.dtype for t in (*y, *after) if t.is_floating_point()] or [torch.float32]),
                 )

@@ -225,6 +225,7 @@ class StackModules(nn.Module):
             if isinstance(table, SplitEmbedding):
                 stages[0] = SplitEmbeddingStage(table, whole_tokens)
             else:
+                self._refuse_rescaled_head(table)
                 stages[0] = Embedding(table)
         reach = reach_of(self.config)
         for k, block in zip(self.span, self.blocks(), strict=True):
@@ -233,6 +234,17 @@ class StackModules(nn.Module):
         if self.is_last:
             stages[-1] = Head(self, whole_tokens=whole_tokens)
         return stages
+
+    def _refuse_rescaled_head(self, table: nn.Module) -> None:
+        """Raise a ValueError if the embedding's forward rescales rows of a weight that the head reads."""
+        shared = self.lm_head.weight if self.is_last else None
+        for module in table.modules():
+            if getattr(module, "max_norm", None) is not None and getattr(module, "weight", None) is shared:
+                raise ValueError(
+                    "an embedding with max_norm rescales its weight in the forward, and a head that shares "
+                    "it would have read it before the next chunk: leave max_norm out, or set tie_embeddings "
+                    "to False; Backprop() works"
+                )
 
     def stage_states(self, states: Sequence[State]) -> list[State]:
         """Return one state per stage, from `states`, one per layer that is here; () for all other stages."""
@@ -271,14 +283,7 @@ class StackModules(nn.Module):
             return self._head_loss(y, targets, whole_tokens, weights)
 
     def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
-        is_linear = is_untouched(self.lm_head, nn.Linear)
-        # looks at every parameter, which costs milliseconds for each chunk
-        is_linear = is_linear or (type(self.lm_head) is nn.Linear and has_gathering_hooks(self))
-        if not is_linear or self.lm_head.bias is not None:
-            raise ValueError(
-                "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
-                f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"
-            )
+        self.refuse_changed_head()
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
             raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
         split = self.tensor_parallel
@@ -302,6 +307,17 @@ class StackModules(nn.Module):
         return linear_cross_entropy(
             normalised, weight, targets, shard=shard, weights=weights, is_loss=is_loss
         )
+
+    def refuse_changed_head(self) -> None:
+        """Raise a ValueError if lm_head is more than its weight, by which its loss is computed."""
+        is_linear = is_untouched(self.lm_head, nn.Linear)
+        # looks at every parameter, which costs milliseconds for each chunk
+        is_linear = is_linear or (type(self.lm_head) is nn.Linear and has_gathering_hooks(self))
+        if not is_linear or self.lm_head.bias is not None:
+            raise ValueError(
+                "the loss is computed from lm_head's weight, slice by slice: lm_head must be an nn.Linear "
+                f"without bias, hooks or parametrization; got {type(self.lm_head).__name__}"
+            )
 
     def head_weight(self) -> Tensor:
         """Return what multiplies the hidden states after the last norm: lm_head's weight, for both strands

@@ -44,7 +44,8 @@ def token_logprobs(
     Raises:
         UserError: the model cannot give its hidden states here: with gradients `offload_weights`, prompts
             that PEFT has learnt, a `Stack` that is split or sharded.
-        ValueError: shapes do not fit, temperature is not positive, or a completion begins in padding.
+        ValueError: shapes do not fit, temperature is not positive, a completion begins in padding, or a
+            `Stack`'s lm_head is more than its weight.
     """
     counted = counted_tokens(input_ids, completion_mask, temperature, attention_mask)
     if isinstance(model, Stack):
@@ -115,6 +116,7 @@ def _of_stack(
     """Return the log-probabilities of the counted tokens of a stack, (tokens,)."""
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask: a Stack reads padding at the left: put padding at the right")
+    model.refuse_changed_head()
     hidden = model(input_ids, method=Exact(), return_hidden_states=True).hidden_states
     return linear_logprobs(
         hidden[:, :-1][counted[:, 1:]],

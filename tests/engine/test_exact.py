@@ -242,7 +242,38 @@ def reparametrised(model: Stack) -> None:
     nn.utils.parametrizations.weight_norm(model.layers[0].mixer.in_proj)
 
 
-CHANGES = [embedding(padding_idx=3), embedding(sparse=True), embedding(Scaled), hooked, one_layer_twice]
+def steps_of(model: Stack) -> Any:
+    return model.layers[0].mixer.dt_proj
+
+
+def with_steps_hooked(model: Stack) -> None:
+    steps_of(model).register_forward_hook(lambda module, given, output: 2 * output)
+
+
+def with_adapters(model: Stack) -> None:
+    peft = pytest.importorskip("peft")
+    modules = ["embedding", "in_proj", "x_proj", "dt_proj", "out_proj"]
+    torch.manual_seed(1)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False), model
+    ).double()
+
+
+def in_sequence(model: Stack) -> None:
+    """Replace the table by a module of several, as factorised embeddings are."""
+    torch.manual_seed(1)
+    model.embedding = nn.Sequential(nn.Embedding(17, 3), nn.Linear(3, 12)).double()
+
+
+CHANGES = [
+    embedding(padding_idx=3),
+    embedding(sparse=True),
+    embedding(max_norm=0.5),
+    embedding(Scaled),
+    hooked,
+    one_layer_twice,
+]
+CHANGES += [with_steps_hooked, with_adapters, in_sequence]
 
 
 @pytest.mark.parametrize("beside_the_loss", [True, False])
@@ -269,7 +300,22 @@ def test_what_users_do_to_a_stack(change: Callable[[Stack], None]) -> None:
         change(model)
         model(ids, labels=ids, method=method).loss.backward()
         found.append({name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None})
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert_same(*found)
+
+
+@pytest.mark.parametrize("method", [None, Exact(chunk_size=8)])
+def test_steps_are_those_of_the_module_in_place_of_dt_proj(method: Any) -> None:
+    """Its weight may be read alone only if its forward adds nothing."""
+    ids, losses = make_ids(2, 20), []
+    for change in (with_steps_hooked, lambda model: [p.data.mul_(2) for p in steps_of(model).parameters()]):
+        model = make_model("mamba")
+        change(model)
+        losses.append(model(ids, labels=ids, method=method).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[0] != pytest.approx(
+        make_model("mamba")(ids, labels=ids, method=method).loss.item(), rel=1e-6
+    )
 
 
 class TwiceTheLoss(Stack):
@@ -325,10 +371,16 @@ def dropout(model: Stack) -> None:
     mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Dropout())
 
 
+def tied_with_max_norm(model: Stack) -> None:
+    model.embedding.max_norm = 0.5
+    model.lm_head.weight = model.embedding.weight
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (embedding(scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (tied_with_max_norm, "max_norm rescales its weight in the forward"),
         (biased_head, "lm_head must be an nn.Linear without bias"),
         (hooked_head, "lm_head must be an nn.Linear without bias"),
         (other_norm, "norm_f must have a weight and no other"),

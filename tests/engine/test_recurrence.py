@@ -209,6 +209,7 @@ def test_the_comparison_leaves_buffers_and_generators_as_they_were() -> None:
         ({"state": None}, "state has a NoneType, no tensor; give zeros in its place"),
         ({"chunk_size": 0}, r"chunk_size: expected a whole number \(1 or more\), got 0"),
         ({"checkpoints": True}, "checkpoints: expected a whole number"),
+        ({"target": torch.zeros(2, 9, 7)}, "target is for loss: give a loss too, or leave target out"),
         ({"function": lambda x, state: x}, r"expected \(y, state\), it returned a Tensor"),
         ({"function": lambda x, state: (x, x)}, "the state that it returned has the shapes"),
         (
@@ -223,6 +224,29 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         adjoint.checkpoint_sequence(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def test_each_loss_is_compared() -> None:
+    gru, x = nn.GRU(WIDTH, 7, batch_first=True), torch.randn(ROWS, SEQLEN, WIDTH)
+    arguments = {"target": torch.randn(ROWS, SEQLEN, 7), "chunk_size": 8}
+    state = torch.zeros(1, ROWS, 7)
+    adjoint.checkpoint_sequence(gru, x, state, loss=squared_error, **arguments)
+    for mean in (nn.functional.mse_loss, nn.MSELoss(), nn.MSELoss().forward):
+        with pytest.raises(ValueError, match=r'^.*the loss is no sum over tokens.*reduction="sum"'):
+            adjoint.checkpoint_sequence(gru, x, state, loss=mean, **arguments)
+    total, _ = adjoint.checkpoint_sequence(gru, x, state, loss=nn.MSELoss(reduction="sum"), **arguments)
+    assert torch.allclose(total, squared_error(gru(x, state)[0], arguments["target"]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("seqlen", [1, 4, 6])
+def test_a_short_first_call_is_compared_on_as_many_tokens(seqlen: int) -> None:
+    state = torch.zeros(1, ROWS, 7)
+    with pytest.raises(ValueError, match=r"^checkpoint_sequence of Forgetful cannot be trained by chunks"):
+        adjoint.checkpoint_sequence(Forgetful(), torch.randn(ROWS, seqlen, WIDTH), state, chunk_size=8)
 
 
 def test_a_function_that_needs_more_tokens_is_told_and_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,9 @@ def test_a_stack(variant: str) -> None:
     with torch.no_grad():
         again = adjoint.token_logprobs(stack, ids, mask, TEMPERATURE)
     torch.testing.assert_close(again, expected, rtol=1e-11, atol=1e-11)
+    stack.lm_head = torch.nn.Linear(*stack.lm_head.weight.shape[::-1])  # with a bias
+    with pytest.raises(ValueError, match=r"lm_head must be an nn\.Linear without bias"):
+        adjoint.token_logprobs(stack.double(), ids, mask)
 
 
 @pytest.mark.parametrize("name", [LLAMA, GEMMA])
@@ -168,6 +172,80 @@ def test_adapters() -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
+def of_logprobs(model: Any) -> Tensor:
+    ids, mask, weights = batch()
+    return (adjoint.token_logprobs(model, ids, mask) * weights).sum()
+
+
+def of_divergence(model: Any) -> Tensor:
+    ids = batch()[0]
+    return adjoint.distillation_loss(model, make(LLAMA, seed=1).eval(), ids, ids)
+
+
+def of_several_tokens(model: Any) -> Tensor:
+    hidden = torch.randn(3, SEQLEN, HIDDEN_SIZE, generator=torch.Generator().manual_seed(3)).double()
+    losses = adjoint.multi_token_loss(model, [hidden.requires_grad_()], batch()[0])
+    return torch.stack([*losses]).sum()
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "adapters disabled": lambda model, head: model.base_model.disable_adapter_layers(),
+    "another adapter": lambda model, head: model.base_model.set_adapter("other"),
+    "an adapter's scale": lambda model, head: head.scaling.update(default=3.0),
+    "a hook": lambda model, head: head.register_forward_hook(lambda module, args, logits: 2 * logits),
+    "evaluation": lambda model, head: model.eval(),
+}
+
+
+def with_head_adapters(wrapped: bool) -> tuple[Any, Any]:
+    """Return a model with adapters on its head, and the head."""
+    peft = pytest.importorskip("peft")
+    model = adjoint.wrap(make(LLAMA), adjoint.Exact(chunk_size=5)) if wrapped else make(LLAMA)
+    torch.manual_seed(4)
+    adapter = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.5
+    )
+    model = peft.get_peft_model(model, adapter)
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False))
+    return model.double().train(), model.base_model.model.lm_head
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("loss_of", [of_logprobs, of_divergence, of_several_tokens])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_backward_finds_the_head_as_it_was(change: str, loss_of: Callable[[Any], Tensor]) -> None:
+    results = []
+    with float64_throughout():
+        for is_changed in (False, True):
+            model, head = with_head_adapters(wrapped=True)
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            torch.manual_seed(5)
+            loss = loss_of(model)
+            if is_changed:
+                CHANGES[change](model, head)
+            for parameter in trained.values():  # a gradient reaches no weight that is frozen by then
+                parameter.requires_grad_()
+            gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+            results.append(
+                (loss.detach(), {n: g for n, g in zip(trained, gradients, strict=True) if g is not None})
+            )
+    assert_exact(*results)
+
+
+@pytest.mark.parametrize("loss_of", [of_logprobs, of_divergence, of_several_tokens])
+def test_a_head_that_was_written_to_before_the_backward(loss_of: Callable[[Any], Tensor]) -> None:
+    with float64_throughout():
+        model, head = with_head_adapters(wrapped=False)
+        loss = loss_of(model)
+        with torch.no_grad():
+            head.lora_B.default.weight.mul_(1.5)
+        with pytest.raises(
+            RuntimeError, match=r"lm_head\.lora_B\.default\.weight was changed in place between"
+        ):
+            loss.backward()
+
+
 def test_autocast_of_accelerate() -> None:
     """The autocast around the forward that accelerate has found on the model applies."""
     accelerate = pytest.importorskip("accelerate")
