@@ -201,24 +201,25 @@ class RecurrentLayer(_StateLayer):
             The tail followed by the inputs.
         """
         size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
-        previous, new_tail = self.conv_states[state_idx], None
-        if previous is None:
-            extended = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
-        elif conv_states.dim() == 2:  # (batch, tokens): ids
-            extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=1)
-        else:
-            # Keep the memory layout (batch, tokens, channels) of a chunk's inputs.
-            tail, inputs = previous.to(conv_states.dtype).transpose(1, 2), conv_states.transpose(1, 2)
-            if torch.is_grad_enabled() and conv_states.shape[-1] >= size:
-                joined, new_tail = _JoinTail.apply(tail, inputs, size)
-                new_tail = new_tail.transpose(1, 2)
-            else:
-                joined = torch.cat([tail, inputs], dim=1)
-            extended = joined.transpose(1, 2)
+        previous, tokens = self.conv_states[state_idx], conv_states.shape[-1]
         self.dtype, self.device = conv_states.dtype, conv_states.device
         self.conv_kernel_size[state_idx] = size
-        self.store_state("conv", state_idx, extended[..., -size:] if new_tail is None else new_tail)
-        return extended
+        if conv_states.dim() < 3 or tokens < size:
+            if previous is None:
+                extended = F.pad(conv_states, (max(0, size - tokens), 0))
+            else:
+                extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=-1)
+            self.store_state("conv", state_idx, extended[..., -size:])
+            return extended
+        inputs, tail, gradient = conv_states, conv_states[..., -size:], _InputGradient()
+        if torch.is_grad_enabled():
+            inputs, tail = _WithTail.apply(conv_states, size, gradient)
+        self.store_state("conv", state_idx, tail)
+        length = tokens if previous is None else tokens + previous.shape[-1]
+        joined = conv_states.new_empty(()).expand(*conv_states.shape[:2], length).as_subclass(JoinedInputs)
+        joined.tail = None if previous is None else previous.to(conv_states.dtype)
+        joined.inputs, joined.gradient = inputs, gradient
+        return joined
 
     @uncompiled
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
@@ -245,29 +246,94 @@ class RecurrentLayer(_StateLayer):
         setattr(self, f"{name}_states", states)
 
 
-class _JoinContext(Protocol):
-    """Numbers of tokens of both tails, which `_JoinTail` keeps for its backward."""
+# What a convolution reads in a chunk. transformers' code joins the inputs before the chunk to the chunk's;
+# the convolution runs over all, and the first outputs are cut off: a copy of the inputs in each forward, and
+# several in the backward. Our convolution takes the inputs before the chunk as its initial state.
 
-    before: int
+
+class _InputGradient:
+    """The gradient of a chunk's inputs.
+
+    Attributes:
+        is_ours: whether it is what our convolution's backward has made, so that nobody else reads its memory.
+    """
+
+    is_ours = False
+
+
+class _TailContext(Protocol):
+    """The values that `_WithTail` keeps from its forward for its backward."""
+
+    shape: torch.Size
     size: int
+    gradient: _InputGradient
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
-class _JoinTail(torch.autograd.Function):
-    """A convolution's tail before a chunk, the chunk's inputs → both joined, and the tail after the chunk.
+class _WithTail(torch.autograd.Function):
+    """Inputs (batch, channels, tokens) → the inputs, and a copy of the last ones of them.
 
-    All are (batch, tokens, channels). Autograd by itself would fill a gradient as long as the chunk with
-    zeros for the new tail's sake."""
-
-    @staticmethod
-    def forward(ctx: _JoinContext, tail: Tensor, inputs: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        ctx.before, ctx.size = tail.shape[1], size
-        return torch.cat([tail, inputs], dim=1), inputs[:, -size:].clone()
+    Autograd by itself would fill a gradient as long as the chunk with zeros for the copy's sake."""
 
     @staticmethod
-    def backward(ctx: _JoinContext, d_joined: Tensor, d_tail: Tensor) -> tuple[Tensor, Tensor, None]:
-        d_before, d_inputs = d_joined[:, : ctx.before], d_joined[:, ctx.before :]
-        *before_tail, last = d_inputs.split([d_inputs.shape[1] - ctx.size, ctx.size], dim=1)
-        return d_before, torch.cat([*before_tail, last + d_tail], dim=1), None
+    def forward(
+        ctx: _TailContext, inputs: Tensor, size: int, gradient: _InputGradient
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.size, ctx.gradient = inputs.shape, size, gradient
+        return inputs.view_as(inputs), inputs[..., -size:].clone()
+
+    @staticmethod
+    def backward(
+        ctx: _TailContext, d_inputs: Tensor | None, d_tail: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        if d_tail is None:
+            return d_inputs, None, None
+        if d_inputs is None:
+            d_inputs = d_tail.new_zeros(ctx.shape)
+        elif not ctx.gradient.is_ours:
+            d_inputs = d_inputs.clone()
+        d_inputs[..., -ctx.size :] += d_tail
+        return d_inputs, None, None
+
+
+class JoinedInputs(Tensor):
+    """Inputs (batch, channels, n + tokens) of a chunk behind those before it, joined if others read them.
+
+    Attributes:
+        tail: the inputs before the chunk, (batch, channels, n); None at the start of a document.
+        inputs: the chunk's own, (batch, channels, tokens).
+        gradient: of `inputs`. It is ours for one whose backward makes it in memory of its own.
+    """
+
+    tail: Tensor | None
+    inputs: Tensor
+    gradient: _InputGradient
+
+    def joined(self) -> Tensor:
+        """Return a tensor that any code can read."""
+        self.gradient.is_ours = False
+        if self.tail is None:
+            return self.inputs
+        # Along tokens: the memory layout of the chunk's inputs, (batch, tokens, channels), stays.
+        return torch.cat([self.tail.transpose(1, 2), self.inputs.transpose(1, 2)], dim=1).transpose(1, 2)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func not in _WITHOUT_VALUES:
+            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.joined, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_WITHOUT_VALUES = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.dim, Tensor.size}  # type: ignore[attr-defined]
 
 
 class AttentionLayer(_StateLayer):

@@ -1,4 +1,5 @@
-"""Registration of a forward and its backward as one differentiable torch.library operator.
+"""Registration of a forward and its backward as one differentiable torch.library operator; operands that are
+columns of one tensor.
 
 torch.compile, export and CUDA graphs then see a single call whose outputs' shapes are known beforehand, and
 eager code runs the same operator. The autograd function is registered for the Autograd dispatch key by hand.
@@ -6,8 +7,10 @@ torch.library.register_autograd does the same, but costs 80 µs per forward and 
 of a short chunk of a small model takes a few hundred.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,8 +74,11 @@ def register(
 
     def needed_gradients(*args: Any) -> list[Tensor | None]:
         """Drop the gradients that a backend computes for tensors that are None."""
-        inputs = args[outputs : outputs + n_gradients]
-        return [None if x is None else g for x, g in zip(inputs, backward(*args), strict=True)]
+        gradients = list(backward(*args))
+        for i, x in enumerate(args[outputs : outputs + n_gradients]):
+            if x is None:
+                gradients[i] = None
+        return gradients
 
     def backward_fake_kernel(*args: Any) -> list[Tensor]:
         if backward_fake is None:
@@ -124,8 +130,11 @@ def register(
         gradients = backward_op(*args)
         gradients = gradients if route is None else route(*gradients)
         needed = ctx.needs_input_grad  # false for tensors that are None, whose gradients are empty tensors
-        input_gradients = [g if need else None for g, need in zip(gradients, needed, strict=False)]
-        return *input_gradients, *[None] * (len(needed) - len(input_gradients))
+        input_gradients: list[Tensor | None] = [None] * len(needed)
+        for i, gradient in enumerate(gradients):
+            if needed[i]:
+                input_gradients[i] = gradient
+        return tuple(input_gradients)
 
     members = {"forward": staticmethod(function_forward), "backward": staticmethod(function_backward)}
     function: Any = type(name, (torch.autograd.Function,), members)
@@ -180,3 +189,96 @@ def _kernel(
         return tensors[0] if single else tensors
 
     return kernel
+
+
+# ---------------------------------------------------------------------------------------------------- columns
+
+# Operands such as the parts x, B, C of what a convolution returns. Autograd concatenates their gradients,
+# copies the result into zeros where a mixer has cut outputs off, and copies that once more where it has
+# transposed them. Here each gradient is written where it belongs.
+
+COVERED = 0.9  # of the tensor: below, as much would be filled with zeros as is saved
+# Nodes of the graph that pass a gradient on as it is.
+_VIEWS = "Alias Narrow Permute Slice Split SplitWithSizes Transpose Unflatten UnsafeView View"
+_VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
+
+
+class _Columns(NamedTuple):
+    """The place of an operand in a contiguous tensor (batch, rows, width)."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _ColumnsContext(Protocol):
+    """The values that `_TakeColumns` keeps from its forward for its backward."""
+
+    shape: torch.Size
+    columns: tuple[_Columns, ...]
+    covers_all: bool
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _TakeColumns(torch.autograd.Function):
+    """A tensor (batch, rows, width) → views of it that do not overlap."""
+
+    @staticmethod
+    def forward(
+        ctx: _ColumnsContext, base: Tensor, covers_all: bool, *columns: _Columns
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.covers_all, ctx.columns = base.shape, covers_all, columns
+        start, views = int(base.storage_offset()), list[Tensor]()
+        for size, stride, offset in columns:
+            views.append(base.as_strided(size, stride, start + offset))
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: _ColumnsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        total = None
+        for gradient, (size, stride, offset) in zip(gradients, ctx.columns, strict=True):
+            if gradient is not None:
+                if total is None:
+                    is_filled = ctx.covers_all and None not in gradients
+                    total = gradient.new_empty(ctx.shape) if is_filled else gradient.new_zeros(ctx.shape)
+                total.as_strided(size, stride, offset).copy_(gradient)
+        return total, None, *[None] * len(ctx.columns)
+
+
+def with_one_gradient(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Return the operands, whose gradients are written into one tensor if they are most of one tensor.
+
+    Args:
+        operands: (batch, tokens, …) each.
+    """
+    base, columns, edges, covered = operands[0]._base, list[_Columns](), list[tuple[int, int]](), 0
+    if base is None or base.grad_fn is None or base.dim() != 3 or not base.is_contiguous():
+        return operands
+    batch, rows, width = base.shape
+    for x in operands:
+        if x._base is not base or x.dtype != base.dtype or x.dim() < 3 or x.shape[0] != batch:
+            return operands
+        row, column = divmod(offset := int(x.storage_offset() - base.storage_offset()), width)
+        own_width = math.prod(x.shape[2:])
+        has_strides = (batch == 1 or x.stride(0) == rows * width) and x.stride(1) == width
+        is_inside = row + x.shape[1] <= rows and column + own_width <= width
+        if not has_strides or not is_inside or not x[0, 0].is_contiguous():
+            return operands
+        node = x.grad_fn
+        while node is not base.grad_fn:  # another function may change the gradient that it passes on
+            if node is None or node.name() not in _VIEW_NODES:
+                return operands
+            node = node.next_functions[0][0]
+        covered += x.numel()
+        edges.append((column, column + own_width))
+        columns.append(_Columns(x.size(), x.stride(), offset))
+    edges.sort()
+    for (_, end), (start, _) in itertools.pairwise(edges):
+        if end > start:
+            return operands
+    if covered < COVERED * base.numel():
+        return operands
+    taken: tuple[Tensor, ...] = _TakeColumns.apply(base, covered == base.numel(), *columns)
+    return taken

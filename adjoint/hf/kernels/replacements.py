@@ -27,7 +27,7 @@ from adjoint.engine.attention_between import RecordedPast, recorded_past
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import NotAttended
 from adjoint.fla import functions as fla
-from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
+from adjoint.hf.cache import ChunkCache, JoinedInputs, RecurrentLayer, last_read
 from adjoint.hf.kernels import fla_mixers
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
@@ -42,10 +42,11 @@ from adjoint.hf.transformers_api import (
     sdpa_mask,
 )
 from adjoint.kernels import attention
-from adjoint.kernels.causal_conv1d import causal_conv1d
+from adjoint.kernels.causal_conv1d import ChunkOutputs, causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.linear_scan import linear_scan
+from adjoint.kernels.operators import with_one_gradient
 from adjoint.kernels.rms_norm import l2_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -125,6 +126,8 @@ def _mamba2_chunk_scan(
     **_: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the SSD scan, with transformers' signature: hidden_states (batch, seqlen, nheads, headdim)."""
+    if torch.is_grad_enabled():
+        hidden_states, B, C = with_one_gradient(hidden_states, B, C)
     if hidden_states.device.type == "cpu":  # as transformers' CPU code; its kernels return bfloat16
         hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     if dt_limit[0] > 0 or dt_limit[1] != float("inf"):
@@ -153,6 +156,8 @@ def _chunk_gated_delta_rule(
         query, key: (batch, seqlen, k_heads, d_k).
         value: (batch, seqlen, v_heads, d_v).
     """
+    if torch.is_grad_enabled():
+        query, key, value = with_one_gradient(query, key, value)
     scale, groups = query.shape[-1] ** -0.5, value.shape[2] // query.shape[2]
     if use_qk_l2norm_in_kernel:  # kernels for half precision read the vectors in it
         dtype = query.dtype if query.is_cuda else accumulate_dtype(query.dtype)
@@ -179,11 +184,21 @@ def _causal_conv1d(
     Args:
         hidden_states: (batch, channels, seqlen), with the inputs before a chunk in front of it.
         weight: (channels, d_conv).
+
+    Returns:
+        (batch, channels, tokens): at least those of the chunk, which its mixer cuts off at the end.
     """
-    x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
-    y = causal_conv1d(x.to(weight.dtype), weight, bias, silu=silu)[0]
+    silu, tail, is_chunk = activation in ("silu", "swish"), None, isinstance(hidden_states, JoinedInputs)
+    if isinstance(hidden_states, JoinedInputs):
+        hidden_states.gradient.is_ours = True
+        if (tail := hidden_states.tail) is not None:
+            tail = F.pad(tail, (weight.shape[1] - 1 - tail.shape[2], 0))  # a tail that is too long is cut
+        hidden_states = hidden_states.inputs
+    x = hidden_states.transpose(1, 2)
+    y = causal_conv1d(x.to(weight.dtype), weight, bias, tail, silu=silu)[0]
     y = y if silu or activation is None else ACT2FN[activation](y)
-    return y.to(hidden_states.dtype).transpose(1, 2)
+    y = y.to(hidden_states.dtype).transpose(1, 2)
+    return y.as_subclass(ChunkOutputs) if is_chunk and torch.is_grad_enabled() else y
 
 
 @uncompiled

@@ -1,6 +1,8 @@
 """Causal depthwise convolution with state, the short memory in front of a Mamba scan."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,11 @@ def _forward(x, weight, bias, initial_state, reset, silu, backend):
     operation = "causal_conv1d" if weight.shape[1] <= SHORT else "long_conv1d"
     code = dispatch.choose(operation, backend, x.device, x.dtype)
     y = code.forward(x, weight, bias, initial_state, silu, reset)
-    tail = _tail(x, weight.shape[1] - 1, initial_state)
+    start = x.shape[1] - weight.shape[1] + 1
+    if start < 0:
+        tail = _short_tail(x, weight.shape[1] - 1, initial_state)
+    else:  # a copy: whoever stores the state, as chunk edges are, must not store all of x with it
+        tail = x[:, start:].transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return y, tail if reset is None else tail.masked_fill(_of_others(reset, tail.shape[2]), 0)
 
 
@@ -99,6 +105,28 @@ def causal_conv1d(
     return y.to(x.dtype), tail.to(x.dtype)
 
 
+class ChunkOutputs(Tensor):
+    """A convolution's outputs (batch, channels, tokens) in a chunk, without those of the inputs before it.
+
+    Mixers cut these off. To cut nothing off is nothing here: autograd would copy the gradient into zeros."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+                outputs, places = args
+                last = slice(-outputs.shape[-1], None)
+                if places in ((..., last), (slice(None), slice(None), last)):
+                    return outputs.as_subclass(Tensor)
+            return func(*args, **(kwargs or {}))
+
+
 def _of_others(reset: Tensor, length: int) -> Tensor:
     """(batch, 1, length): whether each of the last `length` inputs is of another document than the last
     token's."""
@@ -106,20 +134,14 @@ def _of_others(reset: Tensor, length: int) -> Tensor:
     return (following.flip(1).cumsum(1).flip(1) > 0).unsqueeze(1)
 
 
-def _tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
-    """The last `length` inputs, (batch, channels, length); those before the stretch come from the initial
-    state."""
-    tail = x[:, max(0, x.shape[1] - length) :].transpose(1, 2)
-    missing = length - tail.shape[2]
-    if missing:
-        before = (
-            x.new_zeros(x.shape[0], x.shape[2], length)
-            if initial_state is None
-            else initial_state.to(x.dtype)
-        )
-        return torch.cat([before[:, :, length - missing :], tail], dim=2)
-    # A copy: whoever stores the state, as chunk edges are, must not store all of x with it.
-    return tail.clone(memory_format=torch.contiguous_format)
+def _short_tail(x: Tensor, length: int, initial_state: Tensor | None) -> Tensor:
+    """Return the last `length` inputs, (batch, channels, length), of a stretch that has fewer; others come
+    from the initial state."""
+    missing = length - x.shape[1]
+    if initial_state is None:
+        return F.pad(x.transpose(1, 2), (missing, 0))
+    before = initial_state[:, :, length - missing :].to(x.dtype)
+    return torch.cat([before, x.transpose(1, 2)], dim=2)
 
 
 OPERATION = register(

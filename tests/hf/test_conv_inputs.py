@@ -1,0 +1,88 @@
+"""A convolution's inputs in a chunk, behind those before it: whoever reads them finds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adjoint.hf.cache import JoinedInputs, RecurrentLayer, _to_chunk_layer
+from adjoint.hf.kernels.replacements import SCANS
+from adjoint.hf.transformers_api import LinearAttentionLayer
+from tests.model_helpers import relative
+
+WIDTH, CHANNELS, TOKENS = 4, 5, (9, 4, 7)
+ours: Any = SCANS["causal_conv1d_fn"]
+
+
+def join_inputs(tail: Tensor | None, inputs: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return what a cache layer gives a convolution, and its new tail."""
+    layer: Any = _to_chunk_layer(LinearAttentionLayer())
+    assert isinstance(layer, RecurrentLayer)
+    layer.conv_states[0] = tail
+    return layer.update_conv_state(inputs, conv_kernel_size=size), layer.conv_states[0]
+
+
+def _plain(joined: Tensor, weight: Tensor) -> Tensor:
+    """A mixer's own convolution of all that it is given."""
+    return F.conv1d(F.pad(joined, (WIDTH - 1, 0)), weight[:, None], groups=CHANNELS)
+
+
+def _ours(joined: Tensor, weight: Tensor) -> Tensor:
+    return ours(joined, weight)
+
+
+def _both(joined: Tensor, weight: Tensor) -> Tensor:
+    """Two convolutions of the same inputs, one of which is ours."""
+    tokens = joined.inputs.shape[2] if isinstance(joined, JoinedInputs) else joined.shape[2]
+    return (ours(joined, weight)[..., -tokens:] + (_plain(joined, weight) + joined)[..., -tokens:]) / 2
+
+
+@pytest.mark.parametrize("convolution", [_plain, _ours, _both])
+@pytest.mark.parametrize("size", [WIDTH - 2, WIDTH - 1, WIDTH])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_chunks_are_the_whole(convolution: Callable[[Tensor, Tensor], Tensor], size: int, batch: int) -> None:
+    """Outputs, and gradients of inputs, weights and tails, over chunks of several lengths; the last tail is
+    read, too. A tail that is shorter than the convolution reaches is read as one that zeros come before."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    x, weight = draw(batch, CHANNELS, sum(TOKENS)), draw(CHANNELS, WIDTH)
+    y_weight, tail_weight = draw(batch, CHANNELS, sum(TOKENS)), draw(batch, CHANNELS, size)
+
+    def results(join: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        tail, outputs = None, []
+        for chunk in x.split(TOKENS, dim=2):
+            joined, tail = join(tail, chunk, size)
+            outputs.append(convolution(joined, weight)[:, :, -chunk.shape[2] :])
+        y = torch.cat(outputs, dim=2)
+        loss = (y * y_weight).sum() + (tail * tail_weight).sum()
+        return y, tail, *torch.autograd.grad(loss, [x, weight])
+
+    def join_by_copies(tail: Tensor | None, chunk: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        joined = chunk if tail is None else torch.cat([tail, chunk], dim=2)
+        return joined, chunk[..., -n:]
+
+    for result, expected in zip(results(join_inputs), results(join_by_copies), strict=True):
+        assert relative(result, expected) < 1e-14
+
+
+def test_only_the_tail_is_read() -> None:
+    x = torch.randn(2, CHANNELS, 9, dtype=torch.float64, requires_grad=True)
+    join_inputs(None, x, WIDTH)[1].sum().backward()
+    expected = torch.zeros_like(x)
+    expected[..., -WIDTH:] = 1
+    assert torch.equal(x.grad, expected)
+
+
+def test_shapes_are_known_without_joining() -> None:
+    joined = join_inputs(torch.zeros(2, CHANNELS, 3), torch.zeros(2, CHANNELS, 9, dtype=torch.float64), 3)[0]
+    assert joined.shape == (2, CHANNELS, 12) and joined.size(2) == 12 and joined.dim() == 3
+    assert joined.dtype == torch.float64 and joined.device.type == "cpu" and type(joined) is JoinedInputs
+    assert type(joined + 1) is Tensor and (joined + 1).shape == (2, CHANNELS, 12)
