@@ -28,8 +28,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     calls: list[Call] = []
     call = cpu._Args.run
 
-    def run_and_note(args: cpu._Args, function: str, dtype: torch.dtype, *options: int) -> None:
-        call(args, function, dtype, *options)
+    def run_and_note(
+        args: cpu._Args, function: str, dtype: torch.dtype, *options: int, **tensors: Any
+    ) -> None:
+        call(args, function, dtype, *options, **tensors)
         calls.append((args, function, dtype, options))
 
     monkeypatch.setattr(cpu._Args, "run", run_and_note)
@@ -59,7 +61,7 @@ def test_a_tensor_of_another_dtype_or_device_is_refused_by_name(operation: str, 
             for wrong in (x.float(), x.to("meta")):
                 vars(args)[name] = wrong
                 with pytest.raises(ValueError, match=f"^the compiled CPU kernel {function} needs {name} in "):
-                    args.run(function, dtype, *options)
+                    args.run(function, dtype, *options, inputs={}, outputs={})
             vars(args)[name] = x
 
 
@@ -81,7 +83,7 @@ def test_results_are_written_where_they_are_or_refused() -> None:
         swiglu_backward_(d, factors, factors)
     off_a_boundary = cpu._aligned((1, 1, 2, 33), torch.float32)[..., 1:]
     with pytest.raises(ValueError, match=r"cannot write out where it is: shape \(1, 1, 2, 32\), strides"):
-        cpu._AttentionArgs().set_outputs(out=off_a_boundary)
+        cpu._AttentionArgs().run("attention", torch.float32, 0, inputs={}, outputs={"out": off_a_boundary})
 
 
 def test_saved_states_may_come_back_off_a_vector_s_boundary() -> None:

@@ -57,58 +57,57 @@ class _Args(ctypes.Structure):
     def __init_subclass__(cls) -> None:
         cls.kinds = {field[0]: field[1] for field in cls._fields_}
 
-    def set_inputs(self, **tensors: Tensor | None) -> None:
-        """Set tensors that the function reads. Those whose layout does not fit their field are copied."""
-        for name, x in tensors.items():
-            if x is not None:
-                kind = self.kinds[name]
-                if kind is _Rows:
-                    x = _in_rows(x)
-                    setattr(self, name, _Rows(x.data_ptr(), x.stride(0), x.stride(1)))
-                elif kind is _HeadRows:
-                    x = _in_head_rows(name, x)
-                    setattr(self, name, _HeadRows(x.data_ptr(), *x.stride()[:3]))
-                else:
-                    x = x.contiguous()
-                    if name in self.aligned and x.data_ptr() % _vector_bytes():
-                        x = _aligned(tuple(x.shape), x.dtype).copy_(x)
-                    setattr(self, name, x.data_ptr())
-                vars(self)[name] = x
-
-    def set_outputs(self, **tensors: Tensor | None) -> None:
-        """Set tensors that the function writes, where they are.
+    def run(
+        self,
+        function: str,
+        dtype: torch.dtype,
+        *options: int,
+        inputs: Mapping[str, Tensor | None],
+        outputs: Mapping[str, Tensor | None],
+    ) -> None:
+        """Call a compiled function. Inputs whose layout does not fit their field are copied.
 
         Raises:
-            ValueError: a tensor's layout does not fit its field: a copy would get the results.
+            ValueError: a tensor has another dtype or device, and would be read as other numbers; or the
+                layout of an output does not fit its field: a copy would get the results.
         """
-        self.set_inputs(**tensors)
-        for name, x in tensors.items():
-            if x is not None and vars(self)[name].data_ptr() != x.data_ptr():
+        tensors = vars(self)
+        for name, x in (*inputs.items(), *outputs.items()):
+            if x is None:
+                continue
+            kind = self.kinds[name]
+            if kind is _Rows:
+                rows = x.flatten(2)  # a view where strides allow it
+                rows = rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+                setattr(self, name, _Rows(rows.data_ptr(), rows.stride(0), rows.stride(1)))
+            elif kind is _HeadRows:
+                rows = _in_head_rows(name, x)
+                setattr(self, name, _HeadRows(rows.data_ptr(), *rows.stride()[:3]))
+            else:
+                rows = x.contiguous()
+                if name in self.aligned and rows.data_ptr() % _vector_bytes():
+                    rows = _aligned(tuple(x.shape), x.dtype).copy_(x)
+                setattr(self, name, rows.data_ptr())
+            if name in outputs and rows.data_ptr() != x.data_ptr():
                 raise ValueError(
                     f"the compiled CPU kernels cannot write {name} where it is: shape {tuple(x.shape)}, "
                     f"strides {x.stride()}, address {x.data_ptr():#x}; pass a contiguous tensor"
                 )
-            if x is not None and self._is_empty():
-                x.zero_()
-
-    def _is_empty(self) -> bool:
-        return any(getattr(self, name) == 0 for name in self.nonzero_sizes)
-
-    def run(self, function: str, dtype: torch.dtype, *options: int) -> None:
-        """Call a compiled function on these arguments.
-
-        Raises:
-            ValueError: a tensor has another dtype or device, and would be read as other numbers.
-        """
-        for name, x in vars(self).items():
+            tensors[name] = rows
+        for name, x in tensors.items():
             expected = self.dtypes.get(name, dtype)
             if x.dtype != expected or not x.is_cpu:
                 raise ValueError(
                     f"the compiled CPU kernel {function} needs {name} in {expected} on the CPU, "
                     f"got {x.dtype} on {x.device}"
                 )
-        if not self._is_empty():
-            _function(function, dtype)(ctypes.byref(self), *options)
+        for size in self.nonzero_sizes:
+            if not getattr(self, size):
+                for x in outputs.values():
+                    if x is not None:
+                        x.zero_()
+                return
+        _function(function, dtype)(ctypes.byref(self), *options)
 
 
 _ArgsOfRows = TypeVar("_ArgsOfRows", bound=_Args)
@@ -273,13 +272,6 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return storage[offset : offset + numel].view(shape)
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """(batch, tokens, …) as (batch, tokens, channels), channels side by side; a view where strides allow
-    it."""
-    x = x.flatten(2)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _in_head_rows(name: str, x: Tensor) -> Tensor:
     """(batch, heads, tokens, width) with each row on a vector's boundary: x, or a copy.
 
@@ -341,10 +333,10 @@ def selective_scan_forward(
     final_state = u.new_empty(batch, d_inner, d_state)
     checkpoints = _aligned(selective_scan_saved_shape(u, A), u.dtype) if save else None
     args.softplus = delta_softplus
-    args.set_inputs(u=u, delta=delta, B=B, C=C, z=z, A=A, D=D, delta_bias=delta_bias)
-    args.set_inputs(initial_state=initial_state, reset=reset)
-    args.set_outputs(y=y, final_state=final_state, checkpoints=checkpoints)
-    args.run("scan", u.dtype, 0, 0)
+    inputs = {"u": u, "delta": delta, "B": B, "C": C, "z": z, "A": A, "D": D, "delta_bias": delta_bias}
+    inputs |= {"initial_state": initial_state, "reset": reset}
+    outputs = {"y": y, "final_state": final_state, "checkpoints": checkpoints}
+    args.run("scan", u.dtype, 0, 0, inputs=inputs, outputs=outputs)
     return y, final_state, checkpoints
 
 
@@ -378,11 +370,11 @@ def selective_scan_backward(
     dbias = None if delta_bias is None else u.new_empty(batch, d_inner)
     dinitial = u.new_empty(batch, d_inner, d_state)
     args.softplus, args.window, args.halo = delta_softplus, _effective(window, seqlen), halo
-    args.set_inputs(u=u, delta=delta, B=B, C=C, z=z, A=A, D=D, delta_bias=delta_bias)
-    args.set_inputs(dy=dy, dfinal_state=dfinal_state, reset=reset, checkpoints=checkpoints)
-    args.set_outputs(du=du, ddelta=ddelta, dz=dz, dB=dB, dC=dC, dA=dA, dD=dD)
-    args.set_outputs(ddelta_bias=dbias, dinitial_state=dinitial)
-    args.run("scan", u.dtype, 0, 1)
+    inputs = {"u": u, "delta": delta, "B": B, "C": C, "z": z, "A": A, "D": D, "delta_bias": delta_bias}
+    inputs |= {"dy": dy, "dfinal_state": dfinal_state, "reset": reset, "checkpoints": checkpoints}
+    outputs = {"du": du, "ddelta": ddelta, "dz": dz, "dB": dB, "dC": dC, "dA": dA, "dD": dD}
+    outputs |= {"ddelta_bias": dbias, "dinitial_state": dinitial}
+    args.run("scan", u.dtype, 0, 1, inputs=inputs, outputs=outputs)
     dD = None if dD is None else dD.sum(0)
     dbias = None if dbias is None else dbias.sum(0)
     dB, dC = [_total(g).squeeze(2) for g in (dB, dC)]
@@ -432,13 +424,22 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
     D = None if D is None else D.repeat_interleave(headdim)
-    args.set_inputs(u=x, delta=d, B=B, C=C, A=A, D=D, initial_state=initial_state, reset=reset)
-    args.set_outputs(y=y, final_state=final_state, checkpoints=checkpoints)
+    inputs = {
+        "u": x,
+        "delta": d,
+        "B": B,
+        "C": C,
+        "A": A,
+        "D": D,
+        "initial_state": initial_state,
+        "reset": reset,
+    }
+    outputs = {"y": y, "final_state": final_state, "checkpoints": checkpoints}
     if by_blocks:
-        args.run("ssd", x.dtype, 0)
+        args.run("ssd", x.dtype, 0, inputs=inputs, outputs=outputs)
     else:
-        args.set_outputs(decay=(d * A).contiguous())  # the scan writes decays in the exponents' place
-        args.run("scan", x.dtype, 1, 0)
+        outputs["decay"] = (d * A).contiguous()  # the scan writes decays in the exponents' place
+        args.run("scan", x.dtype, 1, 0, inputs=inputs, outputs=outputs)
     return y, final_state, checkpoints
 
 
@@ -474,15 +475,23 @@ def ssd_scan_backward(
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
     args.window, args.halo = window, halo
     D = None if D is None else D.repeat_interleave(headdim)
-    args.set_inputs(u=x, delta=d, B=B, C=C, A=A, D=D)
-    args.set_inputs(dy=dy, dfinal_state=dfinal_state, reset=reset, checkpoints=checkpoints)
-    args.set_outputs(du=dx, ddelta=dd, ddecay=dexponent, dB=dB, dC=dC, dD=dD, dinitial_state=dinitial)
+    inputs = {"u": x, "delta": d, "B": B, "C": C, "A": A, "D": D, "dy": dy, "dfinal_state": dfinal_state}
+    inputs |= {"reset": reset, "checkpoints": checkpoints}
+    outputs = {
+        "du": dx,
+        "ddelta": dd,
+        "ddecay": dexponent,
+        "dB": dB,
+        "dC": dC,
+        "dD": dD,
+        "dinitial_state": dinitial,
+    }
     if by_blocks:
-        args.run("ssd", x.dtype, 1)
+        args.run("ssd", x.dtype, 1, inputs=inputs, outputs=outputs)
     else:
         decay = (d * A).contiguous()  # as in the forward
-        args.set_outputs(decay=decay)
-        args.run("scan", x.dtype, 1, 1)
+        outputs["decay"] = decay
+        args.run("scan", x.dtype, 1, 1, inputs=inputs, outputs=outputs)
         per_head = nheads, _blocks(1, headdim, x.dtype)
         dd, dexponent = (g.unflatten(2, per_head).sum(-1) for g in (dd, dexponent))
         dexponent *= decay
@@ -506,18 +515,15 @@ def _linear_forward(
     batch, seqlen, d_state = b.shape
     h = b.new_empty(batch, seqlen, d_state)
     args = _linear_args(a, b, batch if dense else batch * _linear_blocks(d_state, b.dtype))
-    args.set_inputs(b=b, initial_state=initial_state, reset=reset)
-    args.set_outputs(h=h)
-    args.run("dense" if dense else "linear", b.dtype, 0)
+    inputs = {"a": a, "b": b, "initial_state": initial_state, "reset": reset}
+    args.run("dense" if dense else "linear", b.dtype, 0, inputs=inputs, outputs={"h": h})
     return h
 
 
 def _linear_args(a: Tensor, b: Tensor, units: int) -> _LinearArgs:
     batch, seqlen, d_state = b.shape
     threads = _threads(units, a.numel())
-    args = _LinearArgs(batch, seqlen, d_state, a.shape[2:].numel(), threads)
-    args.set_inputs(a=a)
-    return args
+    return _LinearArgs(batch, seqlen, d_state, a.shape[2:].numel(), threads)
 
 
 def _linear_blocks(d_state: int, dtype: torch.dtype) -> int:
@@ -535,15 +541,16 @@ def dense_scan_backward(dh, A, h, initial_state, reset, window, halo=0):
 def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
     batch, seqlen, d_state = h.shape
     blocks = _linear_blocks(d_state, h.dtype)
-    args = _linear_args(zero_where(a, reset), h, batch * (seqlen if dense else blocks))
+    a = zero_where(a, reset)
+    args = _linear_args(a, h, batch * (seqlen if dense else blocks))
     per_token = a.shape[2:] if dense or a.shape[-1] > 1 else (blocks,)
     da = h.new_empty(batch, seqlen, *per_token)
     db = h.new_empty(batch, seqlen, d_state)
     dinitial = h.new_empty(batch, d_state)
     args.window, args.halo = _effective(window, seqlen), halo
-    args.set_inputs(h=h, initial_state=initial_state, dh=dh, reset=reset)
-    args.set_outputs(da=da, db=db, dinitial_state=dinitial)
-    args.run("dense" if dense else "linear", h.dtype, 1)
+    inputs = {"a": a, "h": h, "initial_state": initial_state, "dh": dh, "reset": reset}
+    outputs = {"da": da, "db": db, "dinitial_state": dinitial}
+    args.run("dense" if dense else "linear", h.dtype, 1, inputs=inputs, outputs=outputs)
     if a.shape[2:] == (1,):
         da = da.sum(-1, keepdim=True)
     return zero_where(da, reset), db, dinitial
@@ -552,9 +559,7 @@ def _linear_backward(dh, a, h, initial_state, reset, window, halo, dense):
 def _conv_args(x: Tensor, weight: Tensor, silu: bool) -> _ConvArgs:
     batch, seqlen, channels = x.shape
     threads = _threads(batch * -(-seqlen // 64), x.numel() * weight.shape[1])
-    args = _ConvArgs(batch, seqlen, channels, weight.shape[1], threads, silu)
-    args.set_inputs(x=x)
-    return args
+    return _ConvArgs(batch, seqlen, channels, weight.shape[1], threads, silu)
 
 
 def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
@@ -564,9 +569,8 @@ def causal_conv1d_forward(x, weight, bias, initial_state, silu, reset=None):
         return F.silu(y) if silu else y
     y = x.new_empty(x.shape)
     args = _conv_args(x, weight, silu)
-    args.set_inputs(weight=weight, bias=bias, initial_state=initial_state, reset=reset)
-    args.set_outputs(y=y)
-    args.run("conv1d", x.dtype, 0)
+    inputs = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "reset": reset}
+    args.run("conv1d", x.dtype, 0, inputs=inputs, outputs={"y": y})
     return y
 
 
@@ -584,27 +588,30 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
     dbias = None if bias is None else x.new_zeros(args.threads, channels, dtype=torch.float64)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
-    args.set_inputs(dy=dy, weight=weight, bias=bias, initial_state=initial_state, reset=reset)
-    args.set_outputs(dx=dx, dweight=dweight, dbias=dbias, dinitial_state=dinitial)
-    args.run("conv1d", x.dtype, 1)
+    inputs = {
+        "dy": dy,
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "initial_state": initial_state,
+        "reset": reset,
+    }
+    outputs = {"dx": dx, "dweight": dweight, "dbias": dbias, "dinitial_state": dinitial}
+    args.run("conv1d", x.dtype, 1, inputs=inputs, outputs=outputs)
     dweight, dbias = [None if g is None else g.sum(0).to(x.dtype) for g in (dweight, dbias)]
     return dx, dweight, dbias, dinitial
 
 
-def _filter_args(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None
-) -> _FilterArgs:
+def _filter_args(x: Tensor, weight: Tensor) -> _FilterArgs:
     batch, seqlen, channels = x.shape
     threads = _threads(batch * -(-seqlen // 256), x.numel() * weight.shape[1])
-    args = _FilterArgs(batch, seqlen, channels, weight.shape[1], threads)
-    args.set_inputs(x=x, weight=weight, initial_state=initial_state, reset=reset)
-    return args
+    return _FilterArgs(batch, seqlen, channels, weight.shape[1], threads)
 
 
 def _filter_forward(x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None) -> Tensor:
-    args, y = _filter_args(x, weight, initial_state, reset), x.new_empty(x.shape)
-    args.set_outputs(y=y)
-    args.run("filter", x.dtype, 0)
+    y = x.new_empty(x.shape)
+    inputs = {"x": x, "weight": weight, "initial_state": initial_state, "reset": reset}
+    _filter_args(x, weight).run("filter", x.dtype, 0, inputs=inputs, outputs={"y": y})
     return y
 
 
@@ -612,12 +619,12 @@ def _filter_backward(
     dy: Tensor, x: Tensor, weight: Tensor, initial_state: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, channels = x.shape
-    args, dx = _filter_args(x, weight, initial_state, reset), x.new_empty(x.shape)
+    args, dx = _filter_args(x, weight), x.new_empty(x.shape)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
     dinitial = x.new_zeros(batch, channels, weight.shape[1] - 1)
-    args.set_inputs(dy=dy)
-    args.set_outputs(dx=dx, dweight=dweight, dinitial_state=dinitial)
-    args.run("filter", x.dtype, 1)
+    inputs = {"dy": dy, "x": x, "weight": weight, "initial_state": initial_state, "reset": reset}
+    outputs = {"dx": dx, "dweight": dweight, "dinitial_state": dinitial}
+    args.run("filter", x.dtype, 1, inputs=inputs, outputs=outputs)
     return dx, dweight.sum(0).to(x.dtype), dinitial
 
 
@@ -626,96 +633,95 @@ def modal_scan_saved_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
     return u.shape[0], -(-u.shape[1] // MODAL_SEGMENT), A.shape[1], A.shape[0]
 
 
-def _modal_args(u, A, R, D, reset) -> _ModalArgs:
+def _modal_args(u, A, R, D, reset) -> tuple[_ModalArgs, dict[str, Tensor | None]]:
     batch, seqlen, channels = u.shape
     units = batch * -(-channels // _lanes(torch.float64))
     threads = _threads(units, u.numel() * A.shape[1])
     args = _ModalArgs(batch, seqlen, channels, A.shape[1], threads, MODAL_SEGMENT)
     pole, D = A.double().exp().t(), None if D is None else D.double()
-    args.set_inputs(u=u, pole=pole, R=R.double().t(), D=D, reset=reset)
-    return args
+    return args, {"u": u, "pole": pole, "R": R.double().t(), "D": D, "reset": reset}
 
 
 def modal_scan_forward(u, A, R, D, initial_state, reset, save=True):
     checkpoints = u.new_empty(modal_scan_saved_shape(u, A)) if save else None
-    args = _modal_args(u, A, R, D, reset)
+    args, inputs = _modal_args(u, A, R, D, reset)
     y, final_state = u.new_empty(u.shape), u.new_empty(u.shape[0], *A.shape)
-    args.set_inputs(initial_state=initial_state)
-    args.set_outputs(final_state=final_state, y=y, checkpoints=checkpoints)
-    args.run("modal", u.dtype, 0)
+    inputs["initial_state"] = initial_state
+    outputs = {"final_state": final_state, "y": y, "checkpoints": checkpoints}
+    args.run("modal", u.dtype, 0, inputs=inputs, outputs=outputs)
     return y, final_state, checkpoints
 
 
 def modal_scan_backward(dy, dfinal_state, u, A, R, D, initial_state, reset, checkpoints, window, halo=0):
     batch, seqlen, channels = u.shape
-    args = _modal_args(u, A, R, D, reset)
+    args, inputs = _modal_args(u, A, R, D, reset)
     args.window, args.halo = _effective(window, seqlen), halo
     du, dinitial = u.new_empty(u.shape), u.new_empty(batch, *A.shape)
     dpole, dR = [u.new_empty(batch, A.shape[1], channels, dtype=torch.float64) for _ in range(2)]
     dD = None if D is None else u.new_empty(batch, channels, dtype=torch.float64)
-    args.set_inputs(dy=dy, dfinal_state=dfinal_state, checkpoints=checkpoints)
-    args.set_outputs(dinitial_state=dinitial, du=du, dpole=dpole, dR=dR, dD=dD)
-    args.run("modal", u.dtype, 1)
+    inputs |= {"dy": dy, "dfinal_state": dfinal_state, "checkpoints": checkpoints}
+    outputs = {"dinitial_state": dinitial, "du": du, "dpole": dpole, "dR": dR, "dD": dD}
+    args.run("modal", u.dtype, 1, inputs=inputs, outputs=outputs)
     dA = dpole.sum(0).t() * A.double().exp()
     dD = None if dD is None else dD.sum(0).to(u.dtype)
     return du, dA.to(u.dtype), dR.sum(0).t().to(u.dtype), dD, dinitial
 
 
-def _delta_args(q, k, v, g, beta, initial_state, reset) -> _DeltaArgs:
+def _delta_args(k, v, g) -> _DeltaArgs:
     batch, seqlen, nheads, d_k = k.shape
     d_v = v.shape[-1]
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
-    args = _DeltaArgs(batch, seqlen, nheads, d_k, d_v, g.dim() == 4, threads)
-    args.set_inputs(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, reset=reset)
-    return args
+    return _DeltaArgs(batch, seqlen, nheads, d_k, d_v, g.dim() == 4, threads)
 
 
 def gated_delta_rule_forward(q, k, v, g, beta, initial_state, reset, save=True):
     batch, _, nheads, d_k = k.shape
-    args = _delta_args(q, k, v, g, beta, initial_state, reset)
+    args = _delta_args(k, v, g)
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "reset": reset}
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(gated_delta_rule_saved_shape(k, v)) if save else None
-    args.set_outputs(o=o, final_state=final_state, checkpoints=checkpoints)
-    args.run("delta", k.dtype, 0)
+    outputs = {"o": o, "final_state": final_state, "checkpoints": checkpoints}
+    args.run("delta", k.dtype, 0, inputs=inputs, outputs=outputs)
     return o, final_state, checkpoints
 
 
 def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state, reset, checkpoints):
-    args = _delta_args(q, k, v, g, beta, initial_state, reset)
-    args.set_inputs(d_o=do, checkpoints=checkpoints, dfinal_state=dfinal_state)
+    args = _delta_args(k, v, g)
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "reset": reset}
+    inputs |= {"d_o": do, "checkpoints": checkpoints, "dfinal_state": dfinal_state}
     gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
     names = "dq", "dk", "dv", "dg", "dbeta", "dinitial_state"
-    args.set_outputs(**dict(zip(names, gradients, strict=True)))
-    args.run("delta", k.dtype, 1)
+    outputs = dict(zip(names, gradients, strict=True))
+    args.run("delta", k.dtype, 1, inputs=inputs, outputs=outputs)
     return tuple(gradients)
 
 
-def _dplr_args(q, k, v, a, b, g, initial_state, reset) -> _DplrArgs:
+def _dplr_args(k, v) -> _DplrArgs:
     batch, seqlen, nheads, d_k = k.shape
     d_v = v.shape[-1]
     threads = _threads(batch * nheads, batch * seqlen * nheads * d_k * d_v)
-    args = _DplrArgs(batch, seqlen, nheads, d_k, d_v, threads)
-    args.set_inputs(q=q, k=k, v=v, a=a, b=b, g=g, initial_state=initial_state, reset=reset)
-    return args
+    return _DplrArgs(batch, seqlen, nheads, d_k, d_v, threads)
 
 
 def dplr_delta_rule_forward(q, k, v, a, b, g, initial_state, reset, save=True):
     batch, _, nheads, d_k = k.shape
-    args = _dplr_args(q, k, v, a, b, g, initial_state, reset)
+    args = _dplr_args(k, v)
+    inputs = {"q": q, "k": k, "v": v, "a": a, "b": b, "g": g, "initial_state": initial_state, "reset": reset}
     o, final_state = v.new_empty(v.shape), v.new_empty(batch, nheads, d_k, v.shape[-1])
     checkpoints = v.new_empty(dplr_delta_rule_saved_shape(k, v)) if save else None
-    args.set_outputs(o=o, final_state=final_state, checkpoints=checkpoints)
-    args.run("dplr", k.dtype, 0)
+    outputs = {"o": o, "final_state": final_state, "checkpoints": checkpoints}
+    args.run("dplr", k.dtype, 0, inputs=inputs, outputs=outputs)
     return o, final_state, checkpoints
 
 
 def dplr_delta_rule_backward(do, dfinal_state, q, k, v, a, b, g, initial_state, reset, checkpoints):
-    args = _dplr_args(q, k, v, a, b, g, initial_state, reset)
-    args.set_inputs(d_o=do, checkpoints=checkpoints, dfinal_state=dfinal_state)
+    args = _dplr_args(k, v)
+    inputs = {"q": q, "k": k, "v": v, "a": a, "b": b, "g": g, "initial_state": initial_state, "reset": reset}
+    inputs |= {"d_o": do, "checkpoints": checkpoints, "dfinal_state": dfinal_state}
     gradients = [x.new_empty(x.shape) for x in (q, k, v, a, b, g, checkpoints[:, :, 0])]
     names = "dq", "dk", "dv", "da", "db", "dg", "dinitial_state"
-    args.set_outputs(**dict(zip(names, gradients, strict=True)))
-    args.run("dplr", k.dtype, 1)
+    outputs = dict(zip(names, gradients, strict=True))
+    args.run("dplr", k.dtype, 1, inputs=inputs, outputs=outputs)
     return tuple(gradients)
 
 
@@ -751,9 +757,7 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0
     args = _channel_args(_NormArgs, group_size, x=x, gate=gate, residual=residual)
     args.eps = eps
     scales = weight if weight is not None and not offset else _norm_weight(x, weight, offset)
-    args.set_inputs(weight=scales)
-    args.set_outputs(rstd=rstd, y=y, s=s)
-    args.run("norm", x.dtype, 0)
+    args.run("norm", x.dtype, 0, inputs={"weight": scales}, outputs={"rstd": rstd, "y": y, "s": s})
     return y.to(dtype), s, rstd
 
 
@@ -762,9 +766,8 @@ def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset
     dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     scales = weight if weight is not None and not offset else _norm_weight(s, weight, offset)
-    args.set_inputs(weight=scales, rstd=rstd)
-    args.set_outputs(dx=dx, dgate=dgate, dweight=dweight)
-    args.run("norm", s.dtype, 1)
+    outputs = {"dx": dx, "dgate": dgate, "dweight": dweight}
+    args.run("norm", s.dtype, 1, inputs={"weight": scales, "rstd": rstd}, outputs=outputs)
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
 
 
@@ -776,22 +779,19 @@ def attention_lanes(dtype: torch.dtype) -> int:
     return _lanes(dtype) if _vector_bytes() > 16 else 0
 
 
-def _attention_args(q, k, v, causal, scale, blocks) -> _AttentionArgs:
+def _attention_args(q, k, causal, scale, blocks) -> _AttentionArgs:
     batch, heads, queries, width = q.shape
     keys = k.shape[2]
     threads = _threads(batch * heads * blocks, batch * heads * queries * keys)
-    args = _AttentionArgs(batch, heads, queries, keys, width, threads, causal, scale)
-    args.set_inputs(q=q, k=k, v=v)
-    return args
+    return _AttentionArgs(batch, heads, queries, keys, width, threads, causal, scale)
 
 
 def past_attention_forward(q, k, v, causal, scale):
     batch, heads, queries, width = q.shape
     out = _aligned((batch, queries, heads, width), q.dtype).transpose(1, 2)
     log = q.new_empty(batch, heads, queries)
-    args = _attention_args(q, k, v, causal, scale, -(-queries // _attention_block(of_keys=False)))
-    args.set_outputs(out=out, log=log)
-    args.run("attention", q.dtype, 0)
+    args = _attention_args(q, k, causal, scale, -(-queries // _attention_block(of_keys=False)))
+    args.run("attention", q.dtype, 0, inputs={"q": q, "k": k, "v": v}, outputs={"out": out, "log": log})
     return out, log
 
 
@@ -806,14 +806,13 @@ def past_attention_backward(d, q, k, v, out, log, causal, scale, delta=None):
     Args:
         delta: `past_attention_delta` of the same queries, if it is known."""
     blocks = -(-k.shape[2] // _attention_block(of_keys=True))
-    args = _attention_args(q, k, v, causal, scale, blocks)
+    args = _attention_args(q, k, causal, scale, blocks)
     heads = args.batch * args.heads
     dq = _aligned((_threads_of_head(args.threads, heads, blocks), *q.shape), q.dtype).zero_()
     dk, dv = _aligned(tuple(k.shape), q.dtype), _aligned(tuple(k.shape), q.dtype)
     delta = past_attention_delta(d, out, log) if delta is None else delta
-    args.set_inputs(d=d, log=log, delta=delta)
-    args.set_outputs(dq=dq, dk=dk, dv=dv)
-    args.run("attention", q.dtype, 1)
+    inputs = {"q": q, "k": k, "v": v, "d": d, "log": log, "delta": delta}
+    args.run("attention", q.dtype, 1, inputs=inputs, outputs={"dq": dq, "dk": dk, "dv": dv})
     return _total(dq), dk, dv
 
 
@@ -828,14 +827,12 @@ def _threads_of_head(threads: int, heads: int, blocks: int) -> int:
 
 def swiglu_forward(gate, value):
     y, args = gate.new_empty(gate.shape), _channel_args(_SwigluArgs, gate=gate, value=value)
-    args.set_outputs(y=y)
-    args.run("swiglu", gate.dtype, 0)
+    args.run("swiglu", gate.dtype, 0, inputs={}, outputs={"y": y})
     return (y,)
 
 
 def swiglu_backward(d, gate, value, in_place=False):
     d_gate, d_value = d if in_place else gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     args = _channel_args(_SwigluArgs, gate=gate, value=value, d=d)
-    args.set_outputs(d_gate=d_gate, d_value=d_value)
-    args.run("swiglu", gate.dtype, 1)
+    args.run("swiglu", gate.dtype, 1, inputs={}, outputs={"d_gate": d_gate, "d_value": d_value})
     return d_gate, d_value
