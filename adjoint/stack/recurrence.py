@@ -6,11 +6,13 @@ each chunk again."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import TypeAlias, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +69,33 @@ RECURRENCE_AND_LOSS = dataclasses.replace(
     " and its state",
     remedy='return a sum over the chunk\'s tokens (reduction="sum"), and all of what is kept as the state',
 )
-KindsByLoss: TypeAlias = "weakref.WeakKeyDictionary[object, dict[Hashable, float]]"
-# For each function, or the module that it is a method of, and in it for each loss (without one for the
-# function itself): the kinds of calls that have been verified, and the bytes per token and row that autograd
-# saves in each.
-_verified: weakref.WeakKeyDictionary[object, KindsByLoss] = weakref.WeakKeyDictionary()
+
+
+class _VerifiedCalls:
+    """Kinds of calls that have been verified, with the bytes per token and row that autograd saves in each.
+
+    Attributes:
+        kinds: these.
+        of: the verified calls that have another object, too, as long as it lives: after the function, or the
+            module that it is a method of, those that make up the loss.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[Hashable, float] = {}
+        self.of: weakref.WeakKeyDictionary[object, _VerifiedCalls] = weakref.WeakKeyDictionary()
+
+    def with_objects(self, objects: Iterable[object]) -> _VerifiedCalls:
+        """Return those of some objects; of one without weak references, as a list is, none are kept."""
+        calls = self
+        for each in objects:
+            try:
+                calls = calls.of.setdefault(each, _VerifiedCalls())
+            except TypeError:
+                return _VerifiedCalls()
+        return calls
+
+
+_verified = _VerifiedCalls()
 
 
 @overload
@@ -574,7 +598,9 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     Args:
         subject: for which it is noted; by default the call's owner.
     """
-    kinds = _kinds_of(call.owner if subject is None else subject, call.loss)
+    objects, settings = _parts_of(call.function if subject is None else subject)
+    loss_objects, loss_settings = _parts_of(call.loss)
+    kinds = _verified.with_objects([*objects, *loss_objects]).kinds
     autocast = (
         torch.get_autocast_dtype(call.device.type) if torch.is_autocast_enabled(call.device.type) else None
     )
@@ -582,7 +608,8 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     training = tuple(module.training for _, module in call.modules)
     kind = (
         getattr(call.function, "__name__", ""),
-        getattr(call.loss, "__name__", ""),
+        tuple(settings),
+        tuple(loss_settings),
         call.reverse,
         *tensors,
         *training,
@@ -595,13 +622,32 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     return kinds[kind]
 
 
-def _kinds_of(subject: object, loss: Loss | None) -> dict[Hashable, float]:
-    """Return the kinds of calls of a function that have been verified with a loss, to be added to."""
-    try:
-        by_loss = _verified.setdefault(subject, weakref.WeakKeyDictionary())
-        return by_loss.setdefault(subject if loss is None else getattr(loss, "__self__", loss), {})
-    except TypeError:  # no weak reference to one of them can be made
-        return {}
+def _parts_of(function: Any) -> tuple[list[object], list[Hashable]]:
+    """Return the objects, and the settings, that tell a function from another one.
+
+    The lines of a training loop may define it anew in each step: then its code and what it has captured, such
+    as modules, are the same. Captured numbers and tensors may be others in each step."""
+    captured: list[object] = []
+    if isinstance(function, functools.partial):
+        objects, settings = _parts_of(function.func)
+        captured = [*function.args, *(part for item in function.keywords.items() for part in item)]
+    elif (code := getattr(function, "__code__", None)) is not None:  # also of a bound method
+        objects, settings = [code], []
+        captured = [getattr(function, "__self__", None), *(function.__defaults__ or ())]
+        captured += (function.__kwdefaults__ or {}).values()
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # of a variable that is still to be assigned
+                captured.append(cell.cell_contents)
+    else:
+        objects, settings = [] if function is None else [function], []
+    for value in captured:
+        if value is None or isinstance(value, (bool, str)):
+            settings.append(value)
+        elif not isinstance(value, (int, float, Tensor)):
+            if type(value).__weakrefoffset__ == 0:  # such as a list, which cannot be told from another one
+                return [function], []
+            objects.append(value)
+    return objects, settings
 
 
 def _verify(call: _SequenceCall) -> float:

@@ -242,6 +242,34 @@ def test_each_loss_is_compared() -> None:
     assert torch.allclose(total, squared_error(gru(x, state)[0], arguments["target"]), rtol=1e-12)
 
 
+def test_what_a_loop_defines_anew_in_each_step_is_verified_once() -> None:
+    lengths: list[int] = []
+
+    class Counted(nn.GRU):
+        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            lengths.append(x.shape[1])
+            return super().forward(x, state)
+
+    gru, x = Counted(WIDTH, 7, batch_first=True), torch.randn(ROWS, SEQLEN, WIDTH)
+    target, state = torch.randn(ROWS, SEQLEN, 7), torch.zeros(1, ROWS, 7)
+
+    def step(number: int, reduction: str) -> None:
+        adjoint.checkpoint_sequence(
+            lambda x, state: gru(x, state),
+            x,
+            state,
+            loss=lambda y, target: number * nn.functional.mse_loss(y, target, reduction=reduction),
+            target=target,
+            chunk_size=16,
+        )
+
+    for number in range(1, 4):
+        step(number, "sum")
+    assert lengths.count(13) == 1
+    with pytest.raises(ValueError, match="the loss is no sum over tokens"):
+        step(1, "mean")
+
+
 @pytest.mark.parametrize("seqlen", [1, 4, 6])
 def test_a_short_first_call_is_compared_on_as_many_tokens(seqlen: int) -> None:
     state = torch.zeros(1, ROWS, 7)
