@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedConfig
 
 from adjoint.engine.step import uncompiled
@@ -211,14 +212,18 @@ class RecurrentLayer(_StateLayer):
                 extended = torch.cat([previous.to(conv_states.dtype), conv_states], dim=-1)
             self.store_state("conv", state_idx, extended[..., -size:])
             return extended
-        inputs, tail, gradient = conv_states, conv_states[..., -size:], _InputGradient()
+        parts = ConvInputs(None if previous is None else previous.to(conv_states.dtype), conv_states)
+        new_tail = conv_states[..., -size:]
         if torch.is_grad_enabled():
-            inputs, tail = _WithTail.apply(conv_states, size, gradient)
-        self.store_state("conv", state_idx, tail)
-        length = tokens if previous is None else tokens + previous.shape[-1]
-        joined = conv_states.new_empty(()).expand(*conv_states.shape[:2], length).as_subclass(JoinedInputs)
-        joined.tail = None if previous is None else previous.to(conv_states.dtype)
-        joined.inputs, joined.gradient = inputs, gradient
+            parts.inputs, new_tail = _WithTail.apply(conv_states, size, parts)
+        self.store_state("conv", state_idx, new_tail)
+        if type(conv_states) is not Tensor:  # such as a fake one: it cannot have a class of ours
+            joined = parts.joined()
+        else:
+            length = tokens if previous is None else tokens + previous.shape[-1]
+            joined = conv_states.new_empty(()).expand(*conv_states.shape[:2], length)
+            joined = joined.as_subclass(_JoinedInputs)
+        joined.parts = parts  # type: ignore[attr-defined]
         return joined
 
     @uncompiled
@@ -251,14 +256,27 @@ class RecurrentLayer(_StateLayer):
 # several in the backward. Our convolution takes the inputs before the chunk as its initial state.
 
 
-class _InputGradient:
-    """The gradient of a chunk's inputs.
+@dataclasses.dataclass
+class ConvInputs:
+    """The inputs of a convolution in a chunk and before it, which the tensor that joins them has as `parts`.
 
     Attributes:
-        is_ours: whether it is what our convolution's backward has made, so that nobody else reads its memory.
+        tail: the inputs before the chunk, (batch, channels, n); None at the start of a document.
+        inputs: the chunk's own, (batch, channels, tokens).
+        owns_gradient: whether the gradient of `inputs` is in memory of its own, made by our convolution.
     """
 
-    is_ours = False
+    tail: Tensor | None
+    inputs: Tensor
+    owns_gradient: bool = False
+
+    def joined(self) -> Tensor:
+        """Return a tensor that any code can read."""
+        self.owns_gradient = False
+        if self.tail is None:
+            return self.inputs.view_as(self.inputs)
+        # Along tokens: the memory layout of the chunk's inputs, (batch, tokens, channels), stays.
+        return torch.cat([self.tail.transpose(1, 2), self.inputs.transpose(1, 2)], dim=1).transpose(1, 2)
 
 
 class _TailContext(Protocol):
@@ -266,7 +284,7 @@ class _TailContext(Protocol):
 
     shape: torch.Size
     size: int
-    gradient: _InputGradient
+    parts: ConvInputs
 
     def set_materialize_grads(self, value: bool) -> None: ...
 
@@ -277,11 +295,9 @@ class _WithTail(torch.autograd.Function):
     Autograd by itself would fill a gradient as long as the chunk with zeros for the copy's sake."""
 
     @staticmethod
-    def forward(
-        ctx: _TailContext, inputs: Tensor, size: int, gradient: _InputGradient
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _TailContext, inputs: Tensor, size: int, parts: ConvInputs) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.size, ctx.gradient = inputs.shape, size, gradient
+        ctx.shape, ctx.size, ctx.parts = inputs.shape, size, parts
         return inputs.view_as(inputs), inputs[..., -size:].clone()
 
     @staticmethod
@@ -292,32 +308,16 @@ class _WithTail(torch.autograd.Function):
             return d_inputs, None, None
         if d_inputs is None:
             d_inputs = d_tail.new_zeros(ctx.shape)
-        elif not ctx.gradient.is_ours:
+        elif not ctx.parts.owns_gradient:
             d_inputs = d_inputs.clone()
         d_inputs[..., -ctx.size :] += d_tail
         return d_inputs, None, None
 
 
-class JoinedInputs(Tensor):
-    """Inputs (batch, channels, n + tokens) of a chunk behind those before it, joined if others read them.
+class _JoinedInputs(Tensor):
+    """Inputs (batch, channels, n + tokens) of a chunk behind those before it, joined if others read them."""
 
-    Attributes:
-        tail: the inputs before the chunk, (batch, channels, n); None at the start of a document.
-        inputs: the chunk's own, (batch, channels, tokens).
-        gradient: of `inputs`. It is ours for one whose backward makes it in memory of its own.
-    """
-
-    tail: Tensor | None
-    inputs: Tensor
-    gradient: _InputGradient
-
-    def joined(self) -> Tensor:
-        """Return a tensor that any code can read."""
-        self.gradient.is_ours = False
-        if self.tail is None:
-            return self.inputs
-        # Along tokens: the memory layout of the chunk's inputs, (batch, tokens, channels), stays.
-        return torch.cat([self.tail.transpose(1, 2), self.inputs.transpose(1, 2)], dim=1).transpose(1, 2)
+    parts: ConvInputs
 
     @classmethod
     def __torch_function__(
@@ -328,7 +328,7 @@ class JoinedInputs(Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if func not in _WITHOUT_VALUES:
-            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.joined, (args, kwargs))
+            args, kwargs = tree_map_only(cls, lambda x: x.parts.joined(), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -223,6 +223,22 @@ class LogitTerms(NamedTuple):
 _NO_TERMS = LogitTerms()
 
 
+class HeadCalls(NamedTuple):
+    """How the head of `summed_loss` is called.
+
+    Attributes:
+        measured_scale: returns the model's `logit_scale`, for callers that measure it once; None to measure
+            it.
+        slice_context: as in `logprobs`.
+    """
+
+    measured_scale: Callable[[], float | None] | None = None
+    slice_context: ContextFactory = contextlib.nullcontext
+
+
+_HEAD_CALLS = HeadCalls()
+
+
 def summed_loss(
     model: PreTrainedModel,
     hidden: Tensor,
@@ -230,8 +246,7 @@ def summed_loss(
     terms: LogitTerms = _NO_TERMS,
     slices: int | None = None,
     weights: Tensor | None = None,
-    measured_scale: Callable[[], float | None] | None = None,
-    slice_context: ContextFactory = contextlib.nullcontext,
+    calls: HeadCalls = _HEAD_CALLS,
 ) -> Tensor:
     """Return the loss of hidden states, summed over the targets that are not ignored, in float32 at least.
 
@@ -244,15 +259,13 @@ def summed_loss(
         slices: number of slices; None for `tokens_per_slice`'s choice.
         weights: (batch, tokens), how often each target counts; None for once. Not for a user's loss function
             or with other terms.
-        measured_scale: returns the model's `logit_scale`, for callers that measure it once; None to measure
-            it.
-        slice_context: as in `logprobs`.
+        calls: how the head is called.
     """
     custom_loss, vocab_size = custom_loss_function(model), vocab_size_of(model)
     tokens = tokens_per_slice(targets.numel(), vocab_size, hidden.is_cuda, slices)
     scale = None
     if terms == _NO_TERMS and custom_loss is None:
-        scale = logit_scale(model) if measured_scale is None else measured_scale()
+        scale = logit_scale(model) if calls.measured_scale is None else calls.measured_scale()
     if scale is not None:
         weight = model.get_output_embeddings().weight
         hidden = hidden.to(weight.dtype)  # Mamba's residual stream is float32
@@ -260,7 +273,7 @@ def summed_loss(
         return linear_cross_entropy(scaled, weight, targets, tokens, weights=weights, is_loss=True)
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        with slice_context():
+        with calls.slice_context():
             logits = head_logits(model, hidden[None])
         loss = loss_of(logits, targets, weights)
         return loss if terms.penalty is None else loss + _zero_with_gradient(logits[0], terms.penalty)

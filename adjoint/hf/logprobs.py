@@ -16,7 +16,7 @@ from adjoint.engine.step import uncompiled
 from adjoint.engine.sweep import ContextFactory
 from adjoint.errors import UserError
 from adjoint.hf.chunk_context import ChunkRandomness
-from adjoint.hf.head import Output, entropies, logprobs, summed_loss
+from adjoint.hf.head import HeadCalls, Output, entropies, logprobs, summed_loss
 from adjoint.hf.hf_model import hidden_states, weighted_logprobs
 from adjoint.hf.model_parts import (
     MISSING,
@@ -120,7 +120,7 @@ def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, call
     lm = causal_lm_of(model, caller, ", a Stack or an nn.Linear")
     refuse_unreachable_head(lm, caller)
     with wrap_state_or_original(lm).lock, fetched(lm.get_output_embeddings()):
-        return summed_loss(lm, hidden, targets, slice_context=head_as_now(lm))
+        return summed_loss(lm, hidden, targets, calls=HeadCalls(slice_context=head_as_now(lm)))
 
 
 def head_as_now(lm: PreTrainedModel) -> ContextFactory:

@@ -282,7 +282,7 @@ class ForwardState:
 
 
 class _WithoutBackbone(nn.Module):
-    """What a causal LM has beside its backbone: itself, its head, and their tensors."""
+    """A causal LM without its backbone: the module itself, its head, and their tensors."""
 
     def __init__(self, model: nn.Module, backbone: nn.Module) -> None:
         super().__init__()

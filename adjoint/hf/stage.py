@@ -46,6 +46,7 @@ from adjoint.hf.call import WEIGHTS, Call, Padding
 from adjoint.hf.chunk_context import ChunkContext, ChunkRandomness, EmbeddingNoise
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import (
+    HeadCalls,
     LogitTerms,
     custom_loss_function,
     has_tensors_of_its_own,
@@ -546,7 +547,7 @@ class CausalLM(Backbone):
                 chunk.targets,
                 terms,
                 weights=chunk.weights,
-                measured_scale=self.logit_scale,
+                calls=HeadCalls(self.logit_scale),
             )
         if self.hidden_states is not None:
             self.hidden_states.add(hidden, chunk.start)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adjoint.hf.cache import JoinedInputs, RecurrentLayer, _to_chunk_layer
+from adjoint.hf.cache import RecurrentLayer, _JoinedInputs, _to_chunk_layer
 from adjoint.hf.kernels.replacements import SCANS
 from adjoint.hf.transformers_api import LinearAttentionLayer
 from tests.model_helpers import relative
@@ -38,7 +38,8 @@ def _ours(joined: Tensor, weight: Tensor) -> Tensor:
 
 def _both(joined: Tensor, weight: Tensor) -> Tensor:
     """Two convolutions of the same inputs, one of which is ours."""
-    tokens = joined.inputs.shape[2] if isinstance(joined, JoinedInputs) else joined.shape[2]
+    parts = getattr(joined, "parts", None)
+    tokens = joined.shape[2] if parts is None else parts.inputs.shape[2]
     return (ours(joined, weight)[..., -tokens:] + (_plain(joined, weight) + joined)[..., -tokens:]) / 2
 
 
@@ -84,5 +85,5 @@ def test_only_the_tail_is_read() -> None:
 def test_shapes_are_known_without_joining() -> None:
     joined = join_inputs(torch.zeros(2, CHANNELS, 3), torch.zeros(2, CHANNELS, 9, dtype=torch.float64), 3)[0]
     assert joined.shape == (2, CHANNELS, 12) and joined.size(2) == 12 and joined.dim() == 3
-    assert joined.dtype == torch.float64 and joined.device.type == "cpu" and type(joined) is JoinedInputs
+    assert joined.dtype == torch.float64 and joined.device.type == "cpu" and type(joined) is _JoinedInputs
     assert type(joined + 1) is Tensor and (joined + 1).shape == (2, CHANNELS, 12)

@@ -27,7 +27,7 @@ from adjoint.engine.attention_between import RecordedPast, recorded_past
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import NotAttended
 from adjoint.fla import functions as fla
-from adjoint.hf.cache import ChunkCache, JoinedInputs, RecurrentLayer, last_read
+from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
 from adjoint.hf.kernels import fla_mixers
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
@@ -188,17 +188,17 @@ def _causal_conv1d(
     Returns:
         (batch, channels, tokens): at least those of the chunk, which its mixer cuts off at the end.
     """
-    silu, tail, is_chunk = activation in ("silu", "swish"), None, isinstance(hidden_states, JoinedInputs)
-    if isinstance(hidden_states, JoinedInputs):
-        hidden_states.gradient.is_ours = True
-        if (tail := hidden_states.tail) is not None:
+    silu, tail, parts = activation in ("silu", "swish"), None, getattr(hidden_states, "parts", None)
+    if parts is not None:
+        parts.owns_gradient, hidden_states = True, parts.inputs
+        if (tail := parts.tail) is not None:
             tail = F.pad(tail, (weight.shape[1] - 1 - tail.shape[2], 0))  # a tail that is too long is cut
-        hidden_states = hidden_states.inputs
     x = hidden_states.transpose(1, 2)
     y = causal_conv1d(x.to(weight.dtype), weight, bias, tail, silu=silu)[0]
     y = y if silu or activation is None else ACT2FN[activation](y)
     y = y.to(hidden_states.dtype).transpose(1, 2)
-    return y.as_subclass(ChunkOutputs) if is_chunk and torch.is_grad_enabled() else y
+    is_cut = parts is not None and torch.is_grad_enabled() and type(y) is Tensor
+    return y.as_subclass(ChunkOutputs) if is_cut else y
 
 
 @uncompiled
