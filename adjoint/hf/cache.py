@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedConfig
 
@@ -215,15 +216,17 @@ class RecurrentLayer(_StateLayer):
         parts = ConvInputs(None if previous is None else previous.to(conv_states.dtype), conv_states)
         new_tail = conv_states[..., -size:]
         if torch.is_grad_enabled():
-            parts.inputs, new_tail = _WithTail.apply(conv_states, size, parts)
+            parts.inputs, new_tail = _WithTail.apply(conv_states, size, parts.gradient)
         self.store_state("conv", state_idx, new_tail)
-        if type(conv_states) is not Tensor:  # such as a fake one: it cannot have a class of ours
+        if isinstance(conv_states, FakeTensor):  # it can have no class of ours
+            joined = _FakeJoin.apply(parts.tail, parts.inputs)
+        elif type(conv_states) is not Tensor:
             joined = parts.joined()
         else:
             length = tokens if previous is None else tokens + previous.shape[-1]
             joined = conv_states.new_empty(()).expand(*conv_states.shape[:2], length)
             joined = joined.as_subclass(_JoinedInputs)
-        joined.parts = parts  # type: ignore[attr-defined]
+        joined.parts = parts
         return joined
 
     @uncompiled
@@ -256,6 +259,16 @@ class RecurrentLayer(_StateLayer):
 # several in the backward. Our convolution takes the inputs before the chunk as its initial state.
 
 
+class _Gradient:
+    """The gradient of a convolution's inputs.
+
+    Attributes:
+        is_owned: whether it is in memory of its own, made by our convolution.
+    """
+
+    is_owned = False
+
+
 @dataclasses.dataclass
 class ConvInputs:
     """The inputs of a convolution in a chunk and before it, which the tensor that joins them has as `parts`.
@@ -263,16 +276,16 @@ class ConvInputs:
     Attributes:
         tail: the inputs before the chunk, (batch, channels, n); None at the start of a document.
         inputs: the chunk's own, (batch, channels, tokens).
-        owns_gradient: whether the gradient of `inputs` is in memory of its own, made by our convolution.
+        gradient: of `inputs`. The graph has it, and must not have the inputs: a cycle would keep its memory.
     """
 
     tail: Tensor | None
     inputs: Tensor
-    owns_gradient: bool = False
+    gradient: _Gradient = dataclasses.field(default_factory=_Gradient)
 
     def joined(self) -> Tensor:
         """Return a tensor that any code can read."""
-        self.owns_gradient = False
+        self.gradient.is_owned = False
         if self.tail is None:
             return self.inputs.view_as(self.inputs)
         # Along tokens: the memory layout of the chunk's inputs, (batch, tokens, channels), stays.
@@ -284,9 +297,16 @@ class _TailContext(Protocol):
 
     shape: torch.Size
     size: int
-    parts: ConvInputs
+    gradient: _Gradient
 
     def set_materialize_grads(self, value: bool) -> None: ...
+
+
+class _JoinContext(Protocol):
+    """The values that `_FakeJoin` keeps from its forward for its backward."""
+
+    tokens: int
+    needs_input_grad: tuple[bool, ...]
 
 
 class _WithTail(torch.autograd.Function):
@@ -295,9 +315,9 @@ class _WithTail(torch.autograd.Function):
     Autograd by itself would fill a gradient as long as the chunk with zeros for the copy's sake."""
 
     @staticmethod
-    def forward(ctx: _TailContext, inputs: Tensor, size: int, parts: ConvInputs) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _TailContext, inputs: Tensor, size: int, gradient: _Gradient) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.size, ctx.parts = inputs.shape, size, parts
+        ctx.shape, ctx.size, ctx.gradient = inputs.shape, size, gradient
         return inputs.view_as(inputs), inputs[..., -size:].clone()
 
     @staticmethod
@@ -308,10 +328,25 @@ class _WithTail(torch.autograd.Function):
             return d_inputs, None, None
         if d_inputs is None:
             d_inputs = d_tail.new_zeros(ctx.shape)
-        elif not ctx.parts.owns_gradient:
+        elif not ctx.gradient.is_owned:
             d_inputs = d_inputs.clone()
         d_inputs[..., -ctx.size :] += d_tail
         return d_inputs, None, None
+
+
+class _FakeJoin(torch.autograd.Function):
+    """A tail and inputs, (batch, channels, tokens) → their join, without memory.
+
+    It is for plans, which count the memory of what runs: there nobody joins them."""
+
+    @staticmethod
+    def forward(ctx: _JoinContext, tail: Tensor | None, inputs: Tensor) -> Tensor:
+        ctx.tokens = 0 if tail is None else tail.shape[2]
+        return inputs.new_empty(()).expand(*inputs.shape[:2], ctx.tokens + inputs.shape[2])
+
+    @staticmethod
+    def backward(ctx: _JoinContext, d: Tensor) -> tuple[Tensor | None, Tensor]:
+        return d[..., : ctx.tokens] if ctx.needs_input_grad[0] else None, d[..., ctx.tokens :]
 
 
 class _JoinedInputs(Tensor):

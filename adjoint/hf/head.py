@@ -224,7 +224,7 @@ _NO_TERMS = LogitTerms()
 
 
 class HeadCalls(NamedTuple):
-    """How the head of `summed_loss` is called.
+    """The calls that `summed_loss` makes beside those of the head itself.
 
     Attributes:
         measured_scale: returns the model's `logit_scale`, for callers that measure it once; None to measure

@@ -280,5 +280,5 @@ def with_one_gradient(*operands: Tensor) -> tuple[Tensor, ...]:
             return operands
     if covered < COVERED * base.numel():
         return operands
-    taken: tuple[Tensor, ...] = _TakeColumns.apply(base, covered == base.numel(), *columns)
-    return taken
+    views: tuple[Tensor, ...] = _TakeColumns.apply(base, covered == base.numel(), *columns)
+    return views

@@ -6,8 +6,10 @@ the same in every process, and the ranks compare them at each call."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 import json
 import math
 import types
@@ -217,6 +219,35 @@ def describe(value: object, depth: int = 0) -> Hashable:
             inner(variables),
         )
     return type(value).__qualname__
+
+
+def parts_of(function: object) -> tuple[list[object], list[Hashable]]:
+    """Return the objects, and the settings, that tell a function from another one of this process.
+
+    The lines of a training loop may define it anew in each step: then its code and what it has captured, such
+    as modules, are the same. Captured numbers and tensors may be others in each step."""
+    captured: list[object] = []
+    if isinstance(function, functools.partial):
+        objects, settings = parts_of(function.func)
+        captured = [*function.args, *itertools.chain(*function.keywords.items())]
+    elif isinstance(function, (types.FunctionType, types.MethodType)):
+        plain = function.__func__ if isinstance(function, types.MethodType) else function
+        objects, settings = [plain.__code__], []
+        captured = [getattr(function, "__self__", None), *(plain.__defaults__ or ())]
+        captured += (plain.__kwdefaults__ or {}).values()
+        for cell in plain.__closure__ or ():
+            with contextlib.suppress(ValueError):  # of a variable that is still to be assigned
+                captured.append(cell.cell_contents)
+    else:
+        objects, settings = [] if function is None else [function], []
+    for value in captured:
+        if value is None or isinstance(value, (bool, str)):
+            settings.append(value)
+        elif not isinstance(value, (int, float, Tensor)):
+            if type(value).__weakrefoffset__ == 0:  # such as a list, which cannot be told from another one
+                return [function], []
+            objects.append(value)
+    return objects, settings
 
 
 def number_of(description: Iterable[tuple[str, Hashable]], ignored: Iterable[str] = ()) -> int:

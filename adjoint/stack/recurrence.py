@@ -6,13 +6,11 @@ each chunk again."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import Any, TypeVar, cast, overload
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +42,7 @@ from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype, outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
+from adjoint.parallel.agreement import parts_of
 
 # Any nesting of tensors: inputs, outputs, states, targets.
 X = TypeVar("X")
@@ -598,8 +597,8 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     Args:
         subject: for which it is noted; by default the call's owner.
     """
-    objects, settings = _parts_of(call.function if subject is None else subject)
-    loss_objects, loss_settings = _parts_of(call.loss)
+    objects, settings = parts_of(call.function if subject is None else subject)
+    loss_objects, loss_settings = parts_of(call.loss)
     kinds = _verified.with_objects([*objects, *loss_objects]).kinds
     autocast = (
         torch.get_autocast_dtype(call.device.type) if torch.is_autocast_enabled(call.device.type) else None
@@ -620,34 +619,6 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     if kind not in kinds:
         kinds[kind] = _verify(call)
     return kinds[kind]
-
-
-def _parts_of(function: Any) -> tuple[list[object], list[Hashable]]:
-    """Return the objects, and the settings, that tell a function from another one.
-
-    The lines of a training loop may define it anew in each step: then its code and what it has captured, such
-    as modules, are the same. Captured numbers and tensors may be others in each step."""
-    captured: list[object] = []
-    if isinstance(function, functools.partial):
-        objects, settings = _parts_of(function.func)
-        captured = [*function.args, *(part for item in function.keywords.items() for part in item)]
-    elif (code := getattr(function, "__code__", None)) is not None:  # also of a bound method
-        objects, settings = [code], []
-        captured = [getattr(function, "__self__", None), *(function.__defaults__ or ())]
-        captured += (function.__kwdefaults__ or {}).values()
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # of a variable that is still to be assigned
-                captured.append(cell.cell_contents)
-    else:
-        objects, settings = [] if function is None else [function], []
-    for value in captured:
-        if value is None or isinstance(value, (bool, str)):
-            settings.append(value)
-        elif not isinstance(value, (int, float, Tensor)):
-            if type(value).__weakrefoffset__ == 0:  # such as a list, which cannot be told from another one
-                return [function], []
-            objects.append(value)
-    return objects, settings
 
 
 def _verify(call: _SequenceCall) -> float:

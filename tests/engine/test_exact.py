@@ -247,7 +247,7 @@ def steps_of(model: Stack) -> Any:
 
 
 def with_steps_hooked(model: Stack) -> None:
-    steps_of(model).register_forward_hook(lambda module, given, output: 2 * output)
+    steps_of(model).register_forward_hook(lambda module, args, output: 2 * output)
 
 
 def with_adapters(model: Stack) -> None:
@@ -260,7 +260,7 @@ def with_adapters(model: Stack) -> None:
 
 
 def in_sequence(model: Stack) -> None:
-    """Replace the table by a module of several, as factorised embeddings are."""
+    """A model whose table is replaced by a module of several, as factorised embeddings are."""
     torch.manual_seed(1)
     model.embedding = nn.Sequential(nn.Embedding(17, 3), nn.Linear(3, 12)).double()
 
@@ -306,7 +306,7 @@ def test_what_users_do_to_a_stack(change: Callable[[Stack], None]) -> None:
 
 @pytest.mark.parametrize("method", [None, Exact(chunk_size=8)])
 def test_steps_are_those_of_the_module_in_place_of_dt_proj(method: Any) -> None:
-    """Its weight may be read alone only if its forward adds nothing."""
+    """The weight of `dt_proj` may be read alone only if its module's forward adds nothing."""
     ids, losses = make_ids(2, 20), []
     for change in (with_steps_hooked, lambda model: [p.data.mul_(2) for p in steps_of(model).parameters()]):
         model = make_model("mamba")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +89,20 @@ def test_shapes_are_known_without_joining() -> None:
     assert joined.shape == (2, CHANNELS, 12) and joined.size(2) == 12 and joined.dim() == 3
     assert joined.dtype == torch.float64 and joined.device.type == "cpu" and type(joined) is _JoinedInputs
     assert type(joined + 1) is Tensor and (joined + 1).shape == (2, CHANNELS, 12)
+
+
+def test_a_chunk_s_memory_is_freed_with_its_graph() -> None:
+    """A cycle of references would keep it until the garbage collector runs."""
+    x = torch.randn(2, CHANNELS, 9, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        joined, tail = join_inputs(None, x * 2, WIDTH)
+        memory = weakref.ref(joined.parts.inputs.untyped_storage())  # type: ignore[attr-defined]
+        y = ours(joined, torch.randn(CHANNELS, WIDTH))
+        (y.sum() + tail.sum()).backward()
+        assert memory() is not None
+        del joined, tail, y
+        assert memory() is None
+    finally:
+        gc.enable()

@@ -788,8 +788,9 @@ def other_arguments(rank: int) -> None:
 
 @case
 def other_methods(rank: int) -> None:
-    """One rank's model runs its own forward, the other's runs by chunks: both are refused in one line. Where
-    both run their own, arguments may differ."""
+    """A rank whose model runs its own forward and one whose model runs by chunks are refused, in one line.
+
+    Where both run their own, arguments may differ."""
     ids = rows()[rank : rank + 1]
     for plain_rank in (0, 1):
         method = adjoint.Backprop() if rank == plain_rank else METHOD

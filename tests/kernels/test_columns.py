@@ -32,7 +32,7 @@ def _parts(rows: Tensor) -> list[Tensor]:
 
 
 def _cut(y: Tensor) -> list[Tensor]:
-    """As a mixer of transformers takes them from a convolution's outputs, whose first ones it cuts off."""
+    """The parts that a mixer takes of a convolution's outputs, whose first ones it cuts off."""
     return _parts(y.transpose(1, 2)[:, :, -TOKENS:].transpose(1, 2))
 
 

@@ -1,5 +1,5 @@
-"""What the compiled CPU kernels refuse to read or write: tensors of another dtype or device, and results
-whose layout does not fit."""
+"""Tensors that the compiled CPU kernels refuse to read or write: those of another dtype or device, and
+results whose layout does not fit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_results_are_written_where_they_are_or_refused() -> None:
 
 
 def test_saved_states_may_come_back_off_a_vector_s_boundary() -> None:
-    """As from a hook that stores what autograd saves, and maps a file."""
+    """A hook stores what autograd saves, and maps a file."""
 
     def move(x: Tensor) -> Tensor:
         memory = torch.empty(x.numel() + 1, dtype=x.dtype)[1:]

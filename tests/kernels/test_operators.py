@@ -278,18 +278,18 @@ def test_nothing_has_no_output_and_gradients_of_nothing(operation: str, batch: i
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_channels_states_or_heads_are_the_reference_s(operation: str, size: str) -> None:
     """Outputs and gradients that are empty, zero or without the state's part; or a refusal in one line."""
-    found: list[list[Tensor] | str] = []
+    outcomes: list[list[Tensor] | str] = []
     for backend in ("reference", BACKENDS[-1]):
         case = make_case(operation, 7, backend=backend, **{size: 0})
         tensors = tensors_of(case)
         try:
             outputs = run(case, tensors)
         except ValueError as error:
-            found.append(str(error))
+            outcomes.append(str(error))
         else:
             loss = sum(y.square().sum() for y in outputs)
-            found.append([*outputs, *torch.autograd.grad(loss, list(tensors.values()))])
-    expected, results = found
+            outcomes.append([*outputs, *torch.autograd.grad(loss, list(tensors.values()))])
+    expected, results = outcomes
     if isinstance(expected, str):
         assert results == expected and "\n" not in expected
     else:

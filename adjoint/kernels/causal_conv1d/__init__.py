@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,14 +114,13 @@ class ChunkOutputs(Tensor):
         cls,
         func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.__getitem__ and isinstance(args[1], tuple):
-                outputs, places = args
+            if func is Tensor.__getitem__ and isinstance(outputs := args[0], cls):
                 last = slice(-outputs.shape[-1], None)
-                if places in ((..., last), (slice(None), slice(None), last)):
+                if isinstance(args[1], tuple) and args[1] in ((..., last), (slice(None), slice(None), last)):
                     return outputs.as_subclass(Tensor)
             return func(*args, **(kwargs or {}))
 

@@ -5,7 +5,7 @@ saves."""
 import ctypes
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class _Args(ctypes.Structure):
         nonzero_sizes: names of sizes without which all results are zero; no function runs where one is 0.
     """
 
-    kinds: ClassVar[Mapping[str, Any]]
+    kinds: ClassVar[Mapping[str, type]]
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"reset": torch.bool}
     aligned: ClassVar[frozenset[str]] = frozenset()
     nonzero_sizes: ClassVar[tuple[str, ...]] = ()
