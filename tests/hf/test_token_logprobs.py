@@ -246,6 +246,7 @@ def test_a_head_that_was_written_to_before_the_backward(loss_of: Callable[[Any],
             loss.backward()
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_autocast_of_accelerate() -> None:
     """The autocast around the forward that accelerate has found on the model applies."""
     accelerate = pytest.importorskip("accelerate")
