@@ -595,7 +595,7 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     """Verify a kind of call on first use; return the bytes per token and row that autograd saves in it.
 
     Args:
-        subject: for which it is noted; by default the call's owner.
+        subject: for which it is noted; by default the call's function.
     """
     objects, settings = parts_of(call.function if subject is None else subject)
     loss_objects, loss_settings = parts_of(call.loss)

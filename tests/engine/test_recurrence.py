@@ -242,15 +242,21 @@ def test_each_loss_is_compared() -> None:
     assert torch.allclose(total, squared_error(gru(x, state)[0], arguments["target"]), rtol=1e-12)
 
 
+class Counted(nn.GRU):
+    """A GRU that notes how many tokens each of its calls has."""
+
+    def __init__(self, *sizes: int, **options: bool) -> None:
+        super().__init__(*sizes, **options)
+        self.lengths: list[int] = []
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        self.lengths.append(x.shape[1])
+        return super().forward(x, state)
+
+
 def test_what_a_loop_defines_anew_in_each_step_is_verified_once() -> None:
-    lengths: list[int] = []
-
-    class Counted(nn.GRU):
-        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            lengths.append(x.shape[1])
-            return super().forward(x, state)
-
     gru, x = Counted(WIDTH, 7, batch_first=True), torch.randn(ROWS, SEQLEN, WIDTH)
+    lengths = gru.lengths
     target, state = torch.randn(ROWS, SEQLEN, 7), torch.zeros(1, ROWS, 7)
 
     def step(number: int, reduction: str) -> None:
@@ -289,18 +295,12 @@ def test_a_function_that_needs_more_tokens_is_told_and_runs() -> None:
 
 
 def test_verified_once_for_each_kind_of_call() -> None:
-    calls: list[int] = []
-
-    class Counted(nn.GRU):
-        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            calls.append(x.shape[1])
-            return super().forward(x, state)
-
     gru, x, state = (
         Counted(WIDTH, 7, batch_first=True),
         torch.randn(ROWS, SEQLEN, WIDTH),
         torch.zeros(1, ROWS, 7),
     )
+    calls = gru.lengths
     for _ in range(3):
         adjoint.checkpoint_sequence(gru, x, state, chunk_size=16)
     assert calls.count(13) == 1 and calls.count(16) == 6
