@@ -107,15 +107,21 @@ def kernel_that_works_in_place(x, scratch, out, size):
     tl.store(out + i, tl.load(scratch + i), mask=i < size)
 
 
+def parts_apart(*sizes: int) -> list[torch.Tensor]:
+    """Return zeros of these sizes, with memory of none behind each: an access beyond one hits no other."""
+    return [
+        memory[: len(memory) - BLOCK]
+        for memory in torch.zeros(sum(sizes) + len(sizes) * BLOCK).split([size + BLOCK for size in sizes])
+    ]
+
+
 def check(kernel: Callable[..., None], programs: int = 3) -> set[tuple[str, tuple[str, ...]]]:
     """Launch a kernel over 300 elements; the findings' faults, each with the kinds of its accesses."""
     size = 300
-    x, out = torch.randn(2 * size)[::2], torch.zeros(size)
-    scratch = torch.zeros(programs * BLOCK + 1)
+    x, scratch, out = parts_apart(2 * size, programs * BLOCK + 1, size)
+    x = x.normal_()[::2] if kernel is kernel_that_reads_a_gap else x[:size].normal_()
     with RaceChecker() as checker:
-        InterpretedFunction(kernel)[(programs,)](
-            x if kernel is kernel_that_reads_a_gap else x.contiguous(), scratch, out, size
-        )
+        InterpretedFunction(kernel)[(programs,)](x, scratch, out, size)
     name = f"test_race_checker.{kernel.__name__}"
     assert checker.launches == {name: 1}
     assert all(finding.kernel == name for finding in checker.findings)
@@ -157,11 +163,12 @@ def test_one_program_has_no_others_to_race_with(kernel: Callable[..., None]) -> 
 
 
 def test_an_access_out_of_bounds_is_not_made() -> None:
-    memory = torch.zeros(300)
+    x, scratch, memory = parts_apart(200, 200, 400)
+    x.fill_(1.0), memory.fill_(2.0)
     with RaceChecker() as checker:
-        InterpretedFunction(kernel_without_its_mask)[(3,)](torch.ones(200), memory, memory[:200], 200)
+        InterpretedFunction(kernel_without_its_mask)[(3,)](x, scratch, memory[:200], 200)
     assert [finding.fault for finding in checker.findings] == [OUT_OF_BOUNDS]
-    assert memory.sum() == 200
+    assert memory[:200].eq(1.0).all() and memory[200:].eq(2.0).all()
 
 
 def test_a_finding_names_the_kernel_and_its_lines() -> None:
