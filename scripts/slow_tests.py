@@ -31,6 +31,7 @@ REST = "rest"
 # The test files of each part, without test_ and .py; REST is all that no other part names.
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": ("operations", "operators", "norm", "trial", "libraries", "benchmark_kernels"),
+    "million_tokens": ("long_steps",),
     "triton": ("triton_compile", "triton_interpret"),
     "races": ("races", "race_checker"),
     "simulated_cuda": ("simulated_cuda",),

@@ -323,13 +323,13 @@ def make(
     return to_float64(model) if dtype == torch.float64 else model
 
 
-def trained_like(name: str, dtype: torch.dtype = torch.float64) -> Any:
+def trained_like(name: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> Any:
     """Return a model whose delta rule has steps as small as in trained models.
 
     At transformers' initial ones (dt_bias = 1) a state is gone after a token, and gradients of A_log and
     dt_bias are the remainder of terms that cancel: there transformers' chunked form is 1e-12 from its
     recurrent one, here 1e-14."""
-    model = make(name, dtype)
+    model = make(name, dtype, **sizes)
     with torch.no_grad():
         for parameter in (p for n, p in model.named_parameters() if n.endswith("linear_attn.dt_bias")):
             parameter -= 5
