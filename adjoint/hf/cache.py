@@ -263,10 +263,11 @@ class _Gradient:
     """The gradient of a convolution's inputs.
 
     Attributes:
-        is_owned: whether it is in memory of its own, made by our convolution.
+        is_owned: whether it is in memory of its own, as our convolution makes it that alone reads the inputs;
+            None before anybody has read them.
     """
 
-    is_owned = False
+    is_owned: bool | None = None
 
 
 @dataclasses.dataclass
@@ -349,6 +350,15 @@ class _FakeJoin(torch.autograd.Function):
         return d[..., : ctx.tokens] if ctx.needs_input_grad[0] else None, d[..., ctx.tokens :]
 
 
+# Functions of a tensor that say of which size and kind it is, without its values.
+SHAPE_FUNCTIONS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+    *(getattr(Tensor, name).__get__ for name in ("is_meta", "nbytes")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.nelement, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+}
+
+
 class _JoinedInputs(Tensor):
     """Inputs (batch, channels, n + tokens) of a chunk behind those before it, joined if others read them."""
 
@@ -362,13 +372,10 @@ class _JoinedInputs(Tensor):
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if func not in _WITHOUT_VALUES:
+        if func not in SHAPE_FUNCTIONS:
             args, kwargs = tree_map_only(cls, lambda x: x.parts.joined(), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-_WITHOUT_VALUES = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.dim, Tensor.size}  # type: ignore[attr-defined]
 
 
 class AttentionLayer(_StateLayer):

@@ -84,6 +84,18 @@ def test_only_the_tail_is_read() -> None:
     assert torch.equal(x.grad, expected)
 
 
+def test_another_reader_s_gradient_is_left_as_it_is() -> None:
+    """The inputs' gradient is the addend's as well here: the tail's must not be added to it in place."""
+    x, addend = torch.randn(2, 2, CHANNELS, 9, dtype=torch.float64, requires_grad=True)
+    joined, tail = join_inputs(None, x, WIDTH)
+    total = joined + addend
+    ours(joined, torch.randn(CHANNELS, WIDTH, dtype=torch.float64))  # whose outputs nobody reads
+    d_x, d_addend = torch.autograd.grad(total.square().sum() + tail.sum(), [x, addend])
+    assert torch.equal(d_addend, 2 * total)
+    assert torch.equal(d_x[..., :-WIDTH], 2 * total[..., :-WIDTH])
+    assert torch.equal(d_x[..., -WIDTH:], 2 * total[..., -WIDTH:] + 1)
+
+
 def test_shapes_are_known_without_joining() -> None:
     joined = join_inputs(torch.zeros(2, CHANNELS, 3), torch.zeros(2, CHANNELS, 9, dtype=torch.float64), 3)[0]
     assert joined.shape == (2, CHANNELS, 12) and joined.size(2) == 12 and joined.dim() == 3
