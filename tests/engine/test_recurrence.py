@@ -277,7 +277,7 @@ def test_what_a_loop_defines_anew_in_each_step_is_verified_once() -> None:
 
 
 def test_a_function_with_the_same_lines_may_read_others() -> None:
-    """As in a notebook whose cells run again: the code is equal, and its global variables are not."""
+    """Run a notebook's cell again: the code is equal, and its global variables are not."""
     x, state = torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7)
     gru, target = Counted(WIDTH, 7, batch_first=True), torch.randn(ROWS, SEQLEN, 7)
 
