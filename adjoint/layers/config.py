@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import importlib
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -238,20 +237,15 @@ class StackConfig:
                     + "".join(f": did you mean {name}?" for name in suggestions)
                 )
         self._check_strands()
-        self._warn_of_unread_options()
 
-    def _warn_of_unread_options(self) -> None:
-        """Warn of options that are not at their default, and that no layer reads."""
+    def unread_options(self) -> list[str]:
+        """Return the names of options that are not at their default, and that no layer reads."""
         if not all(kind in MIXERS for kind in self.mixers):
-            return
-        for name, readers in READERS.items():
-            is_read = not {*self.mixers}.isdisjoint(readers.split(", "))
-            if not is_read and getattr(self, name) != getattr(StackConfig, name):
-                warnings.warn(
-                    f"{name} is for {readers}, and no layer reads it with mixer {self.mixer}: leave it out "
-                    "or change mixer",
-                    stacklevel=4,
-                )
+            return []
+        read = {name for name, readers in READERS.items() if {*self.mixers} & {*readers.split(", ")}}
+        return [
+            name for name in READERS if getattr(self, name) != getattr(StackConfig, name) and name not in read
+        ]
 
     def _check_directions(self, kind: str) -> None:
         """Raise a ValueError if a built-in mixer cannot read in both directions as the settings say."""
