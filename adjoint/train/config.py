@@ -664,8 +664,8 @@ def _build(values: Values, weights: bool = True) -> Config:
     model: ModelConfig = sections["model"]
     for name in model.unread_options() if directory is None else ():
         warnings.warn(
-            f"model.{name} is for {READERS[name]}; no layer reads it with model.mixer {model.mixer}: leave it "
-            "out, or change model.mixer",
+            f"model.{name} is for {READERS[name]}; no layer reads it with model.mixer {model.mixer}: leave "
+            "it out, or change model.mixer",
             stacklevel=4,
         )
     return Config(**sections)
