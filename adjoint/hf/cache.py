@@ -11,7 +11,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, Self, cast
+from typing import ClassVar, NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -188,8 +188,9 @@ class RecurrentLayer(_StateLayer):
     recurrent_states: dict[int, Tensor | None]
     conv_kernel_size: dict[int, int | None]
     has_previous_state: dict[int, bool]
+    # Whether compiled code has called a layer of this process: such code cannot read `_JoinedInputs`.
+    is_compiled: ClassVar[bool] = False
 
-    @uncompiled
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
@@ -202,6 +203,8 @@ class RecurrentLayer(_StateLayer):
         Returns:
             The tail followed by the inputs.
         """
+        if torch.compiler.is_compiling():
+            return self._update_for_compiled_code(conv_states, state_idx, conv_kernel_size)
         size = conv_kernel_size or self.conv_kernel_size[state_idx] or conv_states.shape[-1]
         previous, tokens = self.conv_states[state_idx], conv_states.shape[-1]
         self.dtype, self.device = conv_states.dtype, conv_states.device
@@ -220,14 +223,22 @@ class RecurrentLayer(_StateLayer):
         self.store_state("conv", state_idx, new_tail)
         if isinstance(conv_states, FakeTensor):  # it can have no class of ours
             joined = _FakeJoin.apply(parts.tail, parts.inputs)
-        elif type(conv_states) is not Tensor:
-            joined = parts.joined()
+        elif type(conv_states) is not Tensor or RecurrentLayer.is_compiled:
+            return parts.joined()
         else:
             length = tokens if previous is None else tokens + previous.shape[-1]
             joined = conv_states.new_empty(()).expand(*conv_states.shape[:2], length)
             joined = joined.as_subclass(_JoinedInputs)
         joined.parts = parts
         return joined
+
+    @uncompiled
+    def _update_for_compiled_code(
+        self, conv_states: Tensor, state_idx: int, conv_kernel_size: int | None
+    ) -> Tensor:
+        """Do what `update_conv_state` does, from now on without a class of our own for its result."""
+        RecurrentLayer.is_compiled = True
+        return self.update_conv_state(conv_states, state_idx, conv_kernel_size)
 
     @uncompiled
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
@@ -263,10 +274,11 @@ class _Gradient:
     """The gradient of a convolution's inputs.
 
     Attributes:
-        is_owned: whether it is in memory of its own, made by our convolution.
+        is_owned: whether it is in memory of its own, as our convolution makes it that alone reads the inputs;
+            None before anybody has read them.
     """
 
-    is_owned = False
+    is_owned: bool | None = None
 
 
 @dataclasses.dataclass
@@ -349,6 +361,15 @@ class _FakeJoin(torch.autograd.Function):
         return d[..., : ctx.tokens] if ctx.needs_input_grad[0] else None, d[..., ctx.tokens :]
 
 
+# Functions of a tensor that say of which size and kind it is, without its values.
+SHAPE_FUNCTIONS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
+    *(getattr(Tensor, name).__get__ for name in ("is_meta", "nbytes")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.nelement, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+}
+
+
 class _JoinedInputs(Tensor):
     """Inputs (batch, channels, n + tokens) of a chunk behind those before it, joined if others read them."""
 
@@ -362,13 +383,10 @@ class _JoinedInputs(Tensor):
         args: Sequence[object] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if func not in _WITHOUT_VALUES:
+        if func not in SHAPE_FUNCTIONS:
             args, kwargs = tree_map_only(cls, lambda x: x.parts.joined(), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-_WITHOUT_VALUES = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.dim, Tensor.size}  # type: ignore[attr-defined]
 
 
 class AttentionLayer(_StateLayer):

@@ -29,6 +29,7 @@ from adjoint.engine.leaves import leaves_of, suspend_hooks
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import trained_parameters, whole_shape
 from adjoint.errors import UserError
+from adjoint.hf.cache import SHAPE_FUNCTIONS
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import detached
 from adjoint.hf.check import ROUTER_LOGITS
@@ -209,14 +210,9 @@ class RoutedLossOutput(_LogitsOnAccess, MoeCausalLMOutputWithPast):
 
 
 # Functions of a tensor that say what it is, not what is in it.
-_DESCRIPTIONS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "is_meta", "nbytes")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.ndimension, Tensor.nelement, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+_DESCRIPTIONS = SHAPE_FUNCTIONS | {
+    getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")
 }
-
-
 _HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 
 

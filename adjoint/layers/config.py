@@ -54,6 +54,24 @@ MIXERS = _Mixers(
     }
 )
 ACTIVATIONS = ("silu", "gelu", "identity")  # of a gated MLP's gate
+# The built-in mixers that read an option, for options that not all of them do.
+READERS = {
+    "d_state": "mamba, mamba2, mamba3, diagonal, scalar, dense, gated_deltanet, kda, rwkv7, hyena_li",
+    "d_conv": "mamba, mamba2, gated_deltanet, kda, hyena_se, hyena_mr, hyena_li",
+    "expand": "mamba, mamba2, mamba3, gated_deltanet, kda, rwkv7",
+    "headdim": "mamba2, mamba3, gated_deltanet, kda, rwkv7",
+    "ngroups": "mamba2, mamba3",
+    "dt_rank": "mamba",
+    "linear_num_key_heads": "gated_deltanet, kda",
+    **dict.fromkeys(("rope_fraction", "A_floor", "is_outproj_norm", "is_mimo", "mimo_rank"), "mamba3"),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta"), "attention"),
+    **dict.fromkeys(("rope_scaling_factor", "rotary_emb_dim", "attention_bias"), "attention"),
+    **dict.fromkeys(("attention_d_conv", "sliding_window"), "attention"),
+    "hyena_se_len": "hyena_se",
+    "hyena_mr_len": "hyena_mr",
+    "hyena_mr_decay": "hyena_mr",
+    "hyena_groups": "hyena_se, hyena_mr",
+}
 Taps = Annotated[int, Must("a whole number from 1 to 16", lambda n: 1 <= n <= 16)]
 LongTaps = Annotated[int, Must("a whole number from 1 to 1024", lambda n: 1 <= n <= 1024)]
 TapsOrNone = Annotated[int, Must("a whole number from 0 to 16", lambda n: 0 <= n <= 16)]
@@ -219,6 +237,15 @@ class StackConfig:
                     + "".join(f": did you mean {name}?" for name in suggestions)
                 )
         self._check_strands()
+
+    def unread_options(self) -> list[str]:
+        """Return the names of options that are not at their default, and that no layer reads."""
+        if not all(kind in MIXERS for kind in self.mixers):
+            return []
+        read = {name for name, readers in READERS.items() if {*self.mixers} & {*readers.split(", ")}}
+        return [
+            name for name in READERS if getattr(self, name) != getattr(StackConfig, name) and name not in read
+        ]
 
     def _check_directions(self, kind: str) -> None:
         """Raise a ValueError if a built-in mixer cannot read in both directions as the settings say."""

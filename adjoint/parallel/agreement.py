@@ -7,8 +7,8 @@ the same in every process, and the ranks compare them at each call."""
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
-import inspect
 import itertools
 import json
 import math
@@ -210,44 +210,60 @@ def describe(value: object, depth: int = 0) -> Hashable:
     if isinstance(value, types.FunctionType):
         code = value.__code__
         constants = tuple(c for c in code.co_consts if type(c) in PLAIN_TYPES)
-        variables = inspect.getclosurevars(value).nonlocals if value.__closure__ else {}
-        return (
-            value.__qualname__,
-            zlib.crc32(code.co_code),
-            constants,
-            inner(value.__defaults__),
-            inner(variables),
-        )
+        defaults = inner(value.__defaults__), inner(value.__kwdefaults__)
+        return value.__qualname__, zlib.crc32(code.co_code), constants, *defaults, inner(_captured(value))
     return type(value).__qualname__
 
 
 def parts_of(function: object) -> tuple[list[object], list[Hashable]]:
     """Return the objects, and the settings, that tell a function from another one of this process.
 
-    The lines of a training loop may define it anew in each step: then its code and what it has captured, such
-    as modules, are the same. Captured numbers and tensors may be others in each step."""
-    captured: list[object] = []
-    if isinstance(function, functools.partial):
-        objects, settings = parts_of(function.func)
-        captured = [*function.args, *itertools.chain(*function.keywords.items())]
-    elif isinstance(function, (types.FunctionType, types.MethodType)):
-        plain = function.__func__ if isinstance(function, types.MethodType) else function
-        objects, settings = [plain.__code__], []
-        captured = [getattr(function, "__self__", None), *(plain.__defaults__ or ())]
-        captured += (plain.__kwdefaults__ or {}).values()
-        for cell in plain.__closure__ or ():
-            with contextlib.suppress(ValueError):  # of a variable that is still to be assigned
-                captured.append(cell.cell_contents)
-    else:
-        objects, settings = [] if function is None else [function], []
-    for value in captured:
-        if value is None or isinstance(value, (bool, str)):
+    The lines of a training loop may define it anew in each step: then its code and what this reads, such as
+    modules, are the same. Numbers and tensors that it reads may be others in each step."""
+    objects, settings, expanded = list[object](), list[Hashable](), set[int]()
+    pending = [function]
+    for value in pending:  # grows meanwhile
+        if isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *itertools.chain(*value.keywords.items())]
+        elif isinstance(value, types.MethodType):
+            pending += [value.__func__, value.__self__]
+        elif isinstance(value, tuple):
+            pending += type(value), *value
+        elif isinstance(value, types.FunctionType):
+            if id(value) not in expanded:  # a function may read itself
+                expanded.add(id(value))
+                settings.append(value.__code__)
+                pending += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+                pending += _captured(value).values()
+                for name in _global_names(value.__code__):
+                    variable = value.__globals__.get(name)  # None of a builtin
+                    (objects if isinstance(variable, types.FunctionType) else pending).append(variable)
+        elif value is None or isinstance(value, (bool, str, bytes, torch.dtype)):
             settings.append(value)
         elif not isinstance(value, (int, float, Tensor)):
             if type(value).__weakrefoffset__ == 0:  # such as a list, which cannot be told from another one
-                return [function], []
+                is_method = isinstance(function, types.MethodType)
+                return ([function.__func__, function.__self__] if is_method else [function]), []
             objects.append(value)
     return objects, settings
+
+
+def _captured(function: types.FunctionType) -> dict[str, object]:
+    """Return the variables of enclosing functions that a function reads, by name, if they are assigned."""
+    variables: dict[str, object] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            variables[name] = cell.cell_contents
+    return variables
+
+
+@functools.cache
+def _global_names(code: types.CodeType) -> list[str]:
+    """Return the names of the global variables that code reads, with the functions that are defined in it."""
+    instructions = dis.get_instructions(code)
+    names = [str(each.argval) for each in instructions if each.opname == "LOAD_GLOBAL"]
+    inner = [_global_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return [*dict.fromkeys(itertools.chain(names, *inner))]
 
 
 def number_of(description: Iterable[tuple[str, Hashable]], ignored: Iterable[str] = ()) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence, Set
 from typing import TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from adjoint.batch import Batch
 from adjoint.engine import tile
@@ -75,13 +75,13 @@ class _VerifiedCalls:
 
     Attributes:
         kinds: these.
-        of: the verified calls that have another object, too, as long as it lives: after the function, or the
-            module that it is a method of, those that make up the loss.
+        of: the verified calls that have another object, too, by its identity and as long as it lives: after
+            those that the function reads, those that the loss reads.
     """
 
     def __init__(self) -> None:
         self.kinds: dict[Hashable, float] = {}
-        self.of: weakref.WeakKeyDictionary[object, _VerifiedCalls] = weakref.WeakKeyDictionary()
+        self.of: MutableMapping[object, _VerifiedCalls] = WeakIdKeyDictionary()
 
     def with_objects(self, objects: Iterable[object]) -> _VerifiedCalls:
         """Return those of some objects; of one without weak references, as a list is, none are kept."""

@@ -43,7 +43,8 @@ def check(command: str, argv: list[str]) -> None:
         check_values(argv, "adjoint train")
     elif command == "plan":
         keys = [(flag, value) for flag, value in arguments if flag not in FLAGS[command]]
-        check_values([flag if value is None else f"{flag}={value}" for flag, value in keys], "adjoint plan")
+        words = [flag if value is None else f"{flag}={value}" if flag else value for flag, value in keys]
+        check_values(words, "adjoint plan")
     names_model_twice = {"--model", "--model.from_pretrained"} <= {flag for flag, _ in arguments}
     for flag, value in arguments:
         if value is not None and not names_model_twice:  # which the command refuses, whatever is there

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Annotated, Any, Literal, get_args
 from adjoint.data.config import DataConfig
 from adjoint.errors import UserError
 from adjoint.layers import StackConfig
+from adjoint.layers.config import READERS
 from adjoint.methods import METHODS, Method
 from adjoint.settings import (
     Must,
@@ -419,6 +421,8 @@ def _read_values(argv: list[str], prog: str) -> tuple[argparse.Namespace, Values
         name = unknown[0].partition("=")[0]
         if re.match("--.", name):
             raise _unknown(name[2:], name)
+        if name.endswith((".yaml", ".yml")):
+            raise UserError(f"{name}: not a flag; a file of keys is given as --config {name}")
         raise UserError(f"{unknown[0]!r}: not a flag; keys are given as --section.key value (see --help)")
     entries = [
         (name, value, file) for file in options.config for name, value in file_values(file, known_keys())
@@ -657,4 +661,11 @@ def _build(values: Values, weights: bool = True) -> Config:
         section: _make_section(section, tuned.get(section, {}) | values)
         for section, values in by_section.items()
     }
+    model: ModelConfig = sections["model"]
+    for name in model.unread_options() if directory is None else ():
+        warnings.warn(
+            f"model.{name} is for {READERS[name]}; no layer reads it with model.mixer {model.mixer}: leave "
+            "it out, or change model.mixer",
+            stacklevel=4,
+        )
     return Config(**sections)

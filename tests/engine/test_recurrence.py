@@ -276,6 +276,48 @@ def test_what_a_loop_defines_anew_in_each_step_is_verified_once() -> None:
         step(1, "mean")
 
 
+def test_a_function_with_the_same_lines_may_read_others() -> None:
+    """Run a notebook's cell again: the code is equal, and its global variables are not."""
+    x, state = torch.randn(ROWS, SEQLEN, WIDTH), torch.zeros(1, ROWS, 7)
+    gru, target = Counted(WIDTH, 7, batch_first=True), torch.randn(ROWS, SEQLEN, 7)
+
+    def step(**variables: object) -> None:
+        variables |= {"F": nn.functional}
+        function, loss = eval(
+            "(lambda x, state: [layers[0](x, state) for _ in '1'][0],"
+            " lambda y, target: number * F.mse_loss(y, target, reduction=reduction))",
+            variables,
+        )
+        adjoint.checkpoint_sequence(function, x, state, loss=loss, target=target, chunk_size=16)
+
+    for number in range(1, 4):
+        step(layers=(gru, 1.0), number=number, reduction="sum")
+    assert gru.lengths.count(13) == 1
+    with pytest.raises(ValueError, match="cannot be trained by chunks"):
+        step(layers=(Forgetful(), 1.0), number=1, reduction="sum")
+    with pytest.raises(ValueError, match="the loss is no sum over tokens"):
+        step(layers=(gru, 1.0), number=1, reduction="mean")
+
+
+def test_a_method_that_reads_a_list_is_verified_once() -> None:
+    gru, x, state = (
+        Counted(WIDTH, 7, batch_first=True),
+        torch.randn(ROWS, SEQLEN, WIDTH),
+        torch.zeros(1, ROWS, 7),
+    )
+    scales = [1.0]
+
+    class Scaled:
+        def run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            y, state = gru(x, state)
+            return scales[0] * y, state
+
+    scaled = Scaled()
+    for _ in range(3):
+        adjoint.checkpoint_sequence(scaled.run, x, state, chunk_size=16)
+    assert gru.lengths.count(13) == 1
+
+
 @pytest.mark.parametrize("seqlen", [1, 4, 6])
 def test_a_short_first_call_is_compared_on_as_many_tokens(seqlen: int) -> None:
     state = torch.zeros(1, ROWS, 7)

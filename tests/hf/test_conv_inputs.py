@@ -21,6 +21,12 @@ WIDTH, CHANNELS, TOKENS = 4, 5, (9, 4, 7)
 ours: Any = SCANS["causal_conv1d_fn"]
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget that compiled code has called a layer of this process."""
+    monkeypatch.setattr(RecurrentLayer, "is_compiled", False)
+
+
 def join_inputs(tail: Tensor | None, inputs: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return what a cache layer gives a convolution, and its new tail."""
     layer: Any = _to_chunk_layer(LinearAttentionLayer())
@@ -84,11 +90,39 @@ def test_only_the_tail_is_read() -> None:
     assert torch.equal(x.grad, expected)
 
 
+def test_another_reader_s_gradient_is_left_as_it_is() -> None:
+    """The inputs' gradient is the addend's as well here: the tail's must not be added to it in place."""
+    x, addend = torch.randn(2, 2, CHANNELS, 9, dtype=torch.float64, requires_grad=True)
+    joined, tail = join_inputs(None, x, WIDTH)
+    total = joined + addend
+    ours(joined, torch.randn(CHANNELS, WIDTH, dtype=torch.float64))  # whose outputs nobody reads
+    d_x, d_addend = torch.autograd.grad(total.square().sum() + tail.sum(), [x, addend])
+    assert torch.equal(d_addend, 2 * total)
+    assert torch.equal(d_x[..., :-WIDTH], 2 * total[..., :-WIDTH])
+    assert torch.equal(d_x[..., -WIDTH:], 2 * total[..., -WIDTH:] + 1)
+
+
 def test_shapes_are_known_without_joining() -> None:
     joined = join_inputs(torch.zeros(2, CHANNELS, 3), torch.zeros(2, CHANNELS, 9, dtype=torch.float64), 3)[0]
     assert joined.shape == (2, CHANNELS, 12) and joined.size(2) == 12 and joined.dim() == 3
     assert joined.dtype == torch.float64 and joined.device.type == "cpu" and type(joined) is _JoinedInputs
     assert type(joined + 1) is Tensor and (joined + 1).shape == (2, CHANNELS, 12)
+
+
+def test_compiled_code_is_given_plain_tensors() -> None:
+    layer: Any = _to_chunk_layer(LinearAttentionLayer())
+    weight = torch.randn(CHANNELS, WIDTH, dtype=torch.float64)
+
+    def run(inputs: Tensor) -> Tensor:
+        joined = layer.update_conv_state(inputs * 2, conv_kernel_size=WIDTH)
+        return _plain(joined, weight)[..., -inputs.shape[-1] :]
+
+    x = torch.randn(2, CHANNELS, sum(TOKENS), dtype=torch.float64, requires_grad=True)
+    run_compiled = torch.compile(run, backend="eager")
+    y = torch.cat([run_compiled(chunk) for chunk in x.split(TOKENS, dim=2)], dim=2)
+    expected = _plain(2 * x, weight)[..., : x.shape[-1]]
+    gradients = [torch.autograd.grad(each.square().sum(), x)[0] for each in (y, expected)]
+    assert relative(y, expected) < 1e-14 and relative(*gradients) < 1e-14
 
 
 def test_a_chunk_s_memory_is_freed_with_its_graph() -> None:

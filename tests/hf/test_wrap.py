@@ -19,6 +19,7 @@ import adjoint
 from adjoint.engine.executor import Executor
 from adjoint.engine.grid import Tile
 from adjoint.errors import UserError
+from adjoint.hf.cache import RecurrentLayer
 from adjoint.hf.kernels import replacements
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.model_parts import layers_of
@@ -470,12 +471,17 @@ def test_models_and_methods_that_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, backend",
-    [("LlamaForCausalLM", "aot_eager"), ("Mamba2ForCausalLM", "aot_eager"), ("LlamaForCausalLM", "inductor")],
+    [
+        ("LlamaForCausalLM", "aot_eager"),
+        ("Mamba2ForCausalLM", "aot_eager"),
+        ("LlamaForCausalLM", "inductor"),
+    ],
 )
-def test_compiled_layers(name: str, backend: str) -> None:
+def test_compiled_layers(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything around cache and attention is compiled; a longer past needs no other graph."""
     from torch._dynamo.utils import counters
 
+    monkeypatch.setattr(RecurrentLayer, "is_compiled", False)  # not so for later tests
     torch._dynamo.reset()
     counters.clear()
     model = make(name, torch.float32, num_hidden_layers=1)

@@ -16,6 +16,7 @@ from adjoint.batch import Batch
 from adjoint.errors import UserError
 from adjoint.kernels.attention import BAND, causal_attention
 from adjoint.layers import MIXERS, WINDOWED
+from adjoint.layers.config import READERS
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Machine, Setup, needs
 from adjoint.stack import StackCall
@@ -38,6 +39,38 @@ from tests.model_helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---------------------------------------------------------------------------------------------- their options
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_the_options_that_a_mixer_reads(kind: str) -> None:
+    names = set[str]()
+
+    class Noted(StackConfig):
+        def __getattribute__(self, name: str) -> Any:
+            names.add(name)
+            return super().__getattribute__(name)
+
+    config = Noted(mixer=kind, d_model=32, is_mimo=kind == "mamba3")
+    names.clear()
+    mixer = MIXERS[kind](config)
+    mixer(torch.randn(1, 3, 32), mixer.initial_state(1, torch.float32, torch.device("cpu")))
+    mixer.reach(config)
+    assert {name for name in READERS if name in names} == {
+        name for name, readers in READERS.items() if kind in readers.split(", ")
+    }
+
+
+def test_options_that_no_layer_reads() -> None:
+    assert StackConfig(mixer="mamba", headdim=32, ngroups=2, d_state=8).unread_options() == [
+        "headdim",
+        "ngroups",
+    ]
+    assert StackConfig(mixer="mamba", headdim=64).unread_options() == []
+    assert StackConfig(mixer=["mamba", "mamba2"], n_layer=2, headdim=32).unread_options() == []
+    assert StackConfig(mixer="tests.own:Layer", headdim=32).unread_options() == []
 
 
 # --------------------------------------------------------------------------------------------- the equations

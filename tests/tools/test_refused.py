@@ -81,6 +81,7 @@ KEYS = [
     ("--method.chunksize 3", "did you mean method.chunk_size?"),
     ("--trainin.steps 3", "did you mean training.steps?"),
     ("stray", "'stray': not a flag"),
+    ("stray.yaml", "stray.yaml: not a flag; a file of keys is given as --config stray.yaml"),
     ("--training.steps", "--training.steps: needs a value"),
 ]
 FILES_OF_KEYS = [
@@ -247,6 +248,7 @@ OTHERS = [
     ),
     ("train --model.from_pretrained adapter", "untie these before), or name some/base"),
     ("train --model.trust_remote_code true", "model.trust_remote_code: is for a pretrained model"),
+    ("plan stray", "'stray': not a flag"),
     ("plan --device-memry 4", "--device-memry: adjoint plan has no such flag; did you mean --device-memory?"),
     ("eval run --lengths 1G", "a longer text"),
     ("eval run --lengths some", "--lengths: expected a whole number (2 or more), got 'some'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_usual_spellings_of_a_choice_are_taken() -> None:
     config = load_config(["--training.precision", "bf16", "--method.name", "layer_local"])
     assert (config.training.precision, config.method.name) == ("bfloat16", "layer-local")
     assert load_config(["--resume", "--training.steps", "2"]).run.resume == "auto"
+
+
+def test_a_model_key_that_no_layer_reads_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="^model.headdim is for mamba2, .*; no layer reads it with model.mix"
+    ):
+        config = load_config(["--model.headdim", "32"])
+    (tmp_path / "complete.yaml").write_text(load_config(["--model.mixer", "mamba2"]).to_yaml())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config(["--config", str(tmp_path / "complete.yaml"), "--model.headdim", "32"])
+        Stack(config.model)
 
 
 def test_help_begins_with_the_keys_that_most_need(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,8 @@ def _causal_conv1d(
     """
     silu, tail, parts = activation in ("silu", "swish"), None, getattr(hidden_states, "parts", None)
     if parts is not None:
-        parts.gradient.is_owned, hidden_states = True, parts.inputs
+        hidden_states, gradient = parts.inputs, parts.gradient
+        gradient.is_owned = gradient.is_owned is None
         if (tail := parts.tail) is not None:
             tail = F.pad(tail, (weight.shape[1] - 1 - tail.shape[2], 0))  # a tail that is too long is cut
     x = hidden_states.transpose(1, 2)
