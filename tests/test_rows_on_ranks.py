@@ -386,10 +386,10 @@ def test_short_documents_of_one_rank_alone(chunk_size: int | None, tmp_path: Pat
 
 
 def count_gathers(name: str) -> None:
-    """Compare how often a chunk's forward or backward gathers weights, for 40 documents of 10 tokens."""
+    """Compare how often a chunk's forward or backward gathers weights, for 20 documents of 10 tokens."""
     counts, run, run_backward = list[int](), FSDPWeights.run, FSDPWeights.run_backward
     case = ModelOfEitherKind(name)
-    inputs = case.inputs(*packed(list(make_ids(1, 400, seed=dist.get_rank())[0].split(10))))
+    inputs = case.inputs(*packed(list(make_ids(1, 200, seed=dist.get_rank())[0].split(10))))
 
     def counting(method: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -407,7 +407,7 @@ def count_gathers(name: str) -> None:
             for _ in range(2):  # the first call has the trials of first use
                 counts.append(0)
                 model(**inputs).loss.backward()
-    assert counts[1::2] == [3 * 40 - 1, 2 * 4], counts
+    assert counts[1::2] == [3 * 20 - 1, 2 * 2], counts
 
 
 def test_short_documents_gather_weights_for_each_chunk_alone(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ NAMES = "operations", "norm", "trial", "digits"
 FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in NAMES]
 PARTS = ["selective_scan", "ssd_scan", "not selective_scan and not ssd_scan"]
 LONG = "dplr_delta_rule"  # takes as long as all others
-DIGITS = (
+# of digits; others take long
+DIGITS = "(not test_digits or (rms_norm or selective or chunks or linear) and not many_tokens)"
     "(not test_digits or (rms_norm or selective or chunks or linear) and not many_tokens)"  # others take long
 )
 
