@@ -21,8 +21,6 @@ PARTS = ["selective_scan", "ssd_scan", "not selective_scan and not ssd_scan"]
 LONG = "dplr_delta_rule"  # takes as long as all others
 # of digits; others take long
 DIGITS = "(not test_digits or (rms_norm or selective or chunks or linear) and not many_tokens)"
-    "(not test_digits or (rms_norm or selective or chunks or linear) and not many_tokens)"  # others take long
-)
 
 
 @pytest.mark.parametrize(
