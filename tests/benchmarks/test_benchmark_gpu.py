@@ -149,7 +149,7 @@ def test_no_point_begins_when_its_stages_time_is_over() -> None:
 def test_a_fallback_and_wrong_kernels_are_seen(
     here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """One operation runs in plain PyTorch, another one fails its trial, a third has wrong values."""
+    """Name an operation that runs in plain PyTorch, one that fails its trial, and one with wrong values."""
     implementation, op = dispatch.implementation, operations.OPS["ssd_scan"]
 
     def fallen(operation: str, backend: str | None, *where: Any) -> str:
