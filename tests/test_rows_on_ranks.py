@@ -288,7 +288,7 @@ def compare_beginnings(
         steps_by_seed = compare(
             name,
             hold,
-            Exact(chunk_size=5),
+            Exact(chunk_size=8),
             seeds,
             lambda case, rank, seed: case.inputs(*tree_of(rank, seed)),
             lambda case, rank, seed: case.call(None, case.inputs(*tree_of(rank, seed))).loss,
@@ -309,7 +309,7 @@ def answers_to(prompt: int, rank: int) -> tuple[Tensor, Tensor]:
 def compare_answers(name: str, hold: Callable[[ModelOfEitherKind], ModelOnRanks], seeds: list[int]) -> None:
     """Log-probabilities of answers, as GRPO has them: of each rank's own prompt."""
     case, reference = ModelOfEitherKind(name), ModelOfEitherKind(name)
-    adjoint.wrap(case.model, Exact(chunk_size=5))
+    adjoint.wrap(case.model, Exact(chunk_size=8))
     with pytest.MonkeyPatch.context() as patch, case.double(), counting_steps() as steps:
         patch.setattr(shared_prefix, "MIN_SHARED_TOKENS", 3)
         distributed = hold(case)
