@@ -25,6 +25,7 @@ import torch
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.memory import print_sizes_as, release_freed_memory
 from adjoint.tools.measure import process
+from adjoint.train import plots
 
 
 def import_before_fork() -> None:
@@ -85,6 +86,17 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["ADJOINT_CACHE"]
     else:
         os.environ["ADJOINT_CACHE"] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_files() -> Iterator[None]:
+    """Draws no losses, which takes longer than a tiny run, and does not wait for the disk.
+
+    A test of the picture puts `adjoint.files.save_figure` back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "save_figure", lambda figure, path: Path(path).touch())
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture

@@ -146,8 +146,11 @@ def test_no_point_begins_when_its_stages_time_is_over() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_fallback_is_an_error(here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    implementation = dispatch.implementation
+def test_a_fallback_and_wrong_kernels_are_seen(
+    here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Name an operation that runs in plain PyTorch, one that fails its trial, and one with wrong values."""
+    implementation, op = dispatch.implementation, operations.OPS["ssd_scan"]
 
     def fallen(operation: str, backend: str | None, *where: Any) -> str:
         if backend is None and operation == "causal_conv1d":
@@ -155,34 +158,31 @@ def test_a_fallback_is_an_error(here: list[Any], tmp_path: Path, monkeypatch: py
             return "slow"
         return implementation(operation, backend, *where)
 
-    monkeypatch.setattr(dispatch, "implementation", fallen)
-    code, rows = run(tmp_path, "--stages", "a")
-    fallen_rows = [row for row in rows["a"] if row["status"] == "error"]
-    assert code == 1
-    assert [row["name"] for row in fallen_rows] == [
-        f"trial of causal_conv1d, {dtype}" for dtype in ("float32", "float64")
-    ]
-    said = fallen_rows[0]["error"]
-    assert "causal_conv1d in torch.float32 fell back from" in said and "runs in plain PyTorch" in said
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_wrong_kernel_is_seen(
-    here: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    op = operations.OPS["ssd_scan"]
-
     def off(backend: str, **inputs: Any) -> Any:
         return op.ours(backend=backend, **inputs) * (1 if backend == "reference" else 1.001)
 
+    def errors(code: Any, operation: str, *where: Any, **kind: Any) -> dict[str, float]:
+        return {"dA": 0.5 if operation == "linear_scan" else 0.0}
+
+    monkeypatch.setattr(dispatch, "implementation", fallen)
+    monkeypatch.setattr(kernels.trial, "errors", errors)
     monkeypatch.setitem(operations.OPS, "ssd_scan", dataclasses.replace(op, ours=off))
-    monkeypatch.setattr(kernels.trial, "errors", lambda *where, **kind: {"dA": 0.5})
+    monkeypatch.setattr(points, "LAYER", {name: points.LAYER[name] for name in ("ssd_scan", "rms_norm")})
+    monkeypatch.delitem(points.LONG, "selective_scan")
     code, rows = run(tmp_path, "--stages", "a")
-    wrong = {row["name"]: row for row in rows["a"] if row["status"] == "wrong"}
-    assert code == 1 and len(wrong) == 4 + 4 and "| False |" in capsys.readouterr().out
+    fell, wrong, right = (
+        {row["name"]: row for row in rows["a"] if row["status"] == status}
+        for status in ("error", "wrong", "measured")
+    )
+    dtypes = "float32", "float64"
+    assert code == 1 and [*fell] == [f"trial of causal_conv1d, {dtype}" for dtype in dtypes]
+    said = fell["trial of causal_conv1d, float32"]["error"]
+    assert "causal_conv1d in torch.float32 fell back from" in said and "runs in plain PyTorch" in said
+    assert len(wrong) == 2 + 4 and "| False |" in capsys.readouterr().out
+    assert [*right] == [f"rms_norm, 64 tokens, {dtype}" for dtype in dtypes]
     found = wrong["ssd_scan, 64 tokens, float32"]
     assert found["errors"]["y"] == pytest.approx(1e-3, rel=0.01) and found["limit"] < found["worst_error"]
-    assert "backend" not in wrong["trial of causal_conv1d, float64"]
+    assert "backend" not in wrong["trial of linear_scan, float64"]
 
 
 # --------------------------------------------------------------------------------------------- the comparison

@@ -132,7 +132,7 @@ def test_a_short_silence_is_told_and_forgiven(tmp_path: Path, monkeypatch: pytes
         time.sleep(2)
         os.kill(children[1], signal.SIGCONT)
 
-    results: Any = run_watched(tmp_path, [lambda: time.sleep(6)] * 2, pause)
+    results: Any = run_watched(tmp_path, [lambda: time.sleep(4)] * 2, pause)
     assert [code for code, _ in results] == [0, 0] and results[1][1] == "", results
     first, second = results[0][1].splitlines()
     assert " is silent for 1 s; rank 0 on " in first and "is at: work 0; the run ends after 4 s" in first

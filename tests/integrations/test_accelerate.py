@@ -104,7 +104,7 @@ def assert_same(
         assert (result["weights"][name] - weight).abs().max() <= tolerance * max(1, weight.abs().max()), name
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)  # each kind, model and layout once
 @pytest.mark.parametrize(("kind", "model", "layout"), [*itertools.product(KINDS, MODELS, HELD)])
 def test_runs_are_those_of_one_process(kind: str, model: str, layout: str, results: RunCase) -> None:
     case = Case(kind, model, layout, **HELD[layout])

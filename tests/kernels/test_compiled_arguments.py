@@ -66,7 +66,7 @@ def test_a_tensor_of_another_dtype_or_device_is_refused_by_name(operation: str, 
 
 
 def test_inputs_of_another_dtype_are_refused_where_they_come_in() -> None:
-    q, k = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16, dtype=torch.float64)
+    q, k = torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"attention needs k in torch.float32 on the CPU, got torch.float64"):
         cpu.past_attention_forward(q, k, q, True, 0.3)
     with pytest.raises(ValueError, match=r"attention is for float32 and float64, not torch.bfloat16"):

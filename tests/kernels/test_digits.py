@@ -21,7 +21,7 @@ from adjoint.kernels.modal_scan import modal_scan
 from adjoint.kernels.rms_norm import rms_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
-from tests.kernels.helpers import BACKENDS, INTERPRETED, run_interpreted
+from tests.kernels.helpers import BACKENDS, INTERPRETED
 from tests.model_helpers import relative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,15 +79,15 @@ def gradients(f: Operation, x: Tensor, parameters: list[Tensor], dy: Tensor, bac
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SUMS)
-def test_gradients_summed_over_many_tokens(name: str, backend: str) -> None:
+def test_gradients_summed_over_many_tokens(name: str) -> None:
     """Summands of one sign lose a digit every ten thousand tokens in one float32 sum."""
     f, parameters = SUMS[name]
-    x = torch.rand(2, (1 << 17) + 5, 4, generator=torch.Generator().manual_seed(0)) + 0.1
-    expected = gradients(f, x.double(), parameters, torch.ones(1), "cpu")
-    for a, b in zip(gradients(f, x, parameters, torch.ones(1), backend), expected, strict=True):
-        assert relative(a, b) < 1e-6
+    x = torch.rand(1, (1 << 17) + 5, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    expected = gradients(f, x.double(), parameters, torch.ones(1), BACKENDS[-1])
+    for backend in BACKENDS:
+        for a, b in zip(gradients(f, x, parameters, torch.ones(1), backend), expected, strict=True):
+            assert relative(a, b) < 1e-6, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,7 +155,7 @@ def assert_same_digits(f: Operation, inputs: list[Tensor], backend: str, rtol: f
 
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rate", [1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("rate", [1e-3, 1e-5])
 @pytest.mark.parametrize("d_state", [3, 16])
 def test_decays_near_1_over_many_tokens(d_state: int, rate: float, backend: str) -> None:
     """The exponential of a small rate rounds the same way at every token, by 3e-8."""
@@ -382,21 +382,3 @@ def test_losses_summed_over_many_chunks() -> None:
 def test_labels_are_counted_exactly() -> None:
     """More of them than float32 has whole numbers without gaps."""
     assert divisor_of(torch.zeros(1, 1, dtype=torch.long).expand(1, 2**24 + 3)) == 2**24 + 3
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels already")
-def test_under_the_interpreter() -> None:
-    """Triton's kernels on the CPU."""
-    pytest.importorskip("triton")
-    said = run_interpreted(
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "triton and (rms_norm or selective or chunks or linear)",
-    )
-    assert " passed" in said

@@ -15,9 +15,12 @@ from tests.kernels.helpers import INTERPRETED, run_interpreted
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="this process interprets kernels already")
 
-FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("operations", "norm", "trial")]
+NAMES = "operations", "norm", "trial", "digits"
+FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in NAMES]
 PARTS = ["selective_scan", "ssd_scan", "not selective_scan and not ssd_scan"]
 LONG = "dplr_delta_rule"  # takes as long as all others
+# of digits; others take long
+DIGITS = "(not test_digits or (rms_norm or selective or chunks or linear) and not many_tokens)"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,7 @@ LONG = "dplr_delta_rule"  # takes as long as all others
     ],
 )
 def test_under_the_interpreter(marks: str, part: str) -> None:
-    how = "-q", "-x", "-p", "no:cacheprovider", "-m", marks, "-k", f"triton {part}"
+    how = "-q", "-x", "-p", "no:cacheprovider", "-m", marks, "-k", f"triton {part} and {DIGITS}"
     said = run_interpreted("-m", "pytest", *how, *FILES)
     assert " passed" in said and " skipped" not in said
 

@@ -28,6 +28,7 @@ from adjoint.cli import main
 from adjoint.cluster import training as sharded
 from adjoint.cluster.recovery import Cause, ShardFailure
 from adjoint.errors import UserError
+from adjoint.files import save_figure
 from adjoint.memory import rss_bytes
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Setup, needs
@@ -55,7 +56,9 @@ KEYS = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("reference")
-    assert train_tiny(folder) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "save_figure", save_figure)
+        assert train_tiny(folder) == 0
     return folder / "run"
 
 
