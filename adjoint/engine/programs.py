@@ -806,6 +806,8 @@ class Replayed(StageAround):
         self._tensors = None  # casts of weights
 
     def end_backward(self) -> None:
+        if not self.is_loss and self.programs.summing is not None and self.programs.summing.stage is self:
+            self.programs.store_sums(is_last=True)
         self.stage.end_backward()
         self._tensors = None
 
@@ -869,8 +871,8 @@ class Replayed(StageAround):
                 return tape(dy, d_after)
             dx, *d_before = programs.pull_back(tile, (dy, *d_after), gradients, run, late)
             keeps = mode == "linearize_adding" and self.keeps_sums
-            # other stages are next; or it is the last one
-            if not keeps and (self.is_loss or self.shares_parameters or not chunk.start):
+            is_end = not chunk.start and not self.is_whole_stage  # of which `end_backward` tells
+            if not keeps and (self.is_loss or self.shares_parameters or is_end):  # other stages are next
                 programs.store_sums(is_last=not self.is_loss and not chunk.start)
             return dx, tuple(d_before)
 
