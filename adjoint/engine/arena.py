@@ -63,9 +63,8 @@ class Shapes:
 
     Attributes:
         weights: of the tensors of the stage that it reads, if these are copied into the arena.
-        inputs: x, the recurrent state, and what it reads of the chunk.
+        inputs: x, the recurrent state, keys and values before the chunk, and what it reads of the chunk.
         outputs: y and the state after the chunk.
-        results: of the cotangents of x and of the state.
         cotangents: of y and of the state after the chunk.
         sums: of the parameters' gradients.
     """
@@ -73,7 +72,6 @@ class Shapes:
     weights: tuple[Spec | None, ...]
     inputs: tuple[Spec | None, ...]
     outputs: tuple[Spec | None, ...]
-    results: tuple[Spec | None, ...] = ()
     cotangents: tuple[Spec | None, ...] = ()
     sums: tuple[Spec | None, ...] = ()
 
@@ -85,7 +83,7 @@ class Slots:
     alone needs is at the arena's end, so that a head's sums stay while other tiles run forward. Weights and
     sums are at the ends themselves: other kinds of tiles of the same stage find them there. Two values of
     which one is read before the other is written share a place: y with its cotangent, and the inputs with
-    theirs.
+    theirs (`results`).
 
     Attributes:
         front: bytes from the arena's first on. back: bytes up to its last one. nbytes: both.
@@ -95,8 +93,8 @@ class Slots:
         excess = tuple([s if s is not None and is_compensated(s) else None for s in shapes.sums])
         dy, d_after = shapes.cotangents[:1], shapes.cotangents[1:]
         weights = Places(shapes.weights, 0)
-        inputs, results = (Places(specs, weights.stop) for specs in (shapes.inputs, shapes.results))
-        y, dy_place = (Places(s, max(inputs.stop, results.stop)) for s in (shapes.outputs[:1], dy))
+        inputs = Places(shapes.inputs, weights.stop)
+        y, dy_place = (Places(s, inputs.stop) for s in (shapes.outputs[:1], dy))
         after = Places(shapes.outputs[1:], max(y.stop, dy_place.stop))
         self.back = Places((*d_after, *shapes.sums, *excess), 0).stop
         self.shapes, self.front = shapes, after.stop
@@ -111,7 +109,8 @@ class Slots:
             )
             self.outputs = [*without_nones(y.views(memory)), *self.after]
             self.cotangents = [*dy_place.views(memory), *later.views(memory)]
-            self.results, self.sums, self.excess = (p.views(memory) for p in (results, sums, last))
+            self.sums, self.excess = (places.views(memory) for places in (sums, last))
+            self.results = without_nones(inputs.views(memory))  # with version counters of their own
 
     def shares_ends(self, other: Slots | None) -> bool:
         """Whether weights and sums are in the same places as those of another kind of tile."""
@@ -135,37 +134,6 @@ def without_nones(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 def is_compensated(spec: Spec) -> bool:
     """Whether `Gradients` compensates a sum for rounding from the first chunks on."""
     return len(spec.shape) < 2 and math.prod(spec.shape) <= MAX_COMPENSATED_NUMEL
-
-
-class ExtraMemory:
-    """Memory of the arena between the two parts of a kind's slots, for one recording.
-
-    Attributes:
-        stop: bytes of the arena, from the first on, that are in use.
-        limit: the most that may be.
-
-    Raises:
-        ArenaTooSmall: there is not enough of it.
-    """
-
-    def __init__(self, slots: Slots) -> None:
-        self.slots, self.stop, self.limit = slots, slots.front, slots.back_start
-
-    def __call__(self, specs: Sequence[Spec]) -> list[Tensor]:
-        places = Places(specs, self.stop)
-        self.stop = places.stop
-        if self.stop > self.limit:
-            # a backward allocates once more what a forward has
-            raise ArenaTooSmall(2 * (self.stop - self.slots.front))
-        return without_nones(places.views(self.slots.memory))
-
-
-class ArenaTooSmall(Exception):
-    """Attention needs so many bytes of the arena between a kind's slots, and there are fewer."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"{nbytes} bytes")
-        self.nbytes = nbytes
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

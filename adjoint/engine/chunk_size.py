@@ -42,7 +42,8 @@ STEP_OF_WEIGHTS = 4
 # Layers' inputs that are stored whole, to which increments are added, may take so many times the activations
 # of a layer on a chunk: more of them save additions.
 WHOLE_INPUTS = 2
-# Of recorded segments, whose tape keeps its memory while gradients take the place of the inputs.
+# Of recorded segments whose tape takes more than their inputs: it keeps its memory while gradients take the
+# inputs' place.
 FEWEST_RECORDED_CHUNKS = 3
 # Outputs of attention that are not computed again may take such a share of the activations.
 ATTENTION_SHARE = 0.25
@@ -61,7 +62,7 @@ class Sizes:
         layers: number of layers that a segment could end after; 1 if the model is not divided.
         stream: bytes per token of what a layer hands to the next.
         increment: bytes per token of what it adds to that, if this is stored apart (`storage.Increment`).
-        fewest_chunks: of a sequence in segments.
+        fewest_chunks: of a sequence in segments whose tape takes more memory than their inputs.
         weights: bytes of the parameters.
         has_attention: whether any layer's state grows with the sequence.
     """
@@ -83,7 +84,7 @@ class Sizes:
         return dataclasses.replace(self, increment=math.inf)
 
     def of_recordings(self) -> Sizes:
-        """Return the sizes of a `Stack` whose tiles are recorded (`engine.programs`)."""
+        """Return the sizes of a model whose tiles are recorded (`engine.programs`)."""
         return dataclasses.replace(self.without_increments(), fewest_chunks=FEWEST_RECORDED_CHUNKS)
 
     def of_part(self, share: float) -> Sizes:
@@ -276,11 +277,11 @@ def segments_for(
     )
     shortest: SegmentSize | None = None
     for size in _chunk_sizes(seqlen, -(-tokens // SHORTEST_GPU_CHUNK)):
-        is_long = size * batch > LONGEST_GPU_CHUNK or -(-seqlen // size) < sizes.fewest_chunks
-        if is_long and size > 256:
-            continue
         of_layer = size * batch * tape
         layers = max(1, min(round((inputs / of_layer) ** 0.5), sizes.layers))
+        has_few_chunks = -(-seqlen // size) < sizes.fewest_chunks and layers * of_layer > inputs / layers
+        if (size * batch > LONGEST_GPU_CHUNK or has_few_chunks) and size > 256:
+            continue
         needed = inputs / layers + layers * of_layer
         is_better = layers < sizes.layers and (needed < one_segment or size >= 2 * chunk_of_one)
         saved = inputs * (1 - sizes.increment / sizes.stream) if sizes.increment < sizes.stream else 0.0

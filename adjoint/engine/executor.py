@@ -110,6 +110,7 @@ class Executor(TileValues):
         head_gradients: sums of the head's gradients for a loss whose cotangent is not known yet, as if it
             were 1; None if there are none.
         head_is_unscaled: whether the cotangents that the head has written are of such a loss, too.
+        is_last_backward: whether no other backward will follow.
         rounds_finished_sums: whether a parameter's sum gets the parameter's dtype once its last tile has run.
         decays: of each stage, if windows are picked by them.
     """
@@ -182,7 +183,7 @@ class Executor(TileValues):
         for slab in itertools.chain.from_iterable(self.slabs.values()):
             slab.begin_graph_task(task)
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
-        self.scale, self.grid = scale, grid or self.grid
+        self.scale, self.grid, self.is_last_backward = scale, grid or self.grid, is_last
         self.gradients.begin_backward(scale)
         self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted
         if self.head_gradients is not None and scale is not None:
@@ -478,9 +479,10 @@ class Executor(TileValues):
             if self.scale is None:
                 return None
             factor = self.scale
-        pieces: list[Tensor] = []
-        for key in self.grid.cotangents(k, start, stop):
-            piece = self.store[key]
+        pieces, keys = list[Tensor](), self.grid.cotangents(k, start, stop)
+        are_freed = set(keys).issubset(self.freed_by_tile)
+        for key in keys:
+            piece = self.store.pop(key) if are_freed else self.store[key]
             if piece is None:
                 continue
             if key[0] == "spill":  # belongs to the last tokens of the piece before
@@ -491,7 +493,9 @@ class Executor(TileValues):
         if not pieces:
             return None
         dy = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1))[:, : stop - start]
-        return dy if factor is None else dy * factor
+        if factor is None:
+            return dy
+        return dy.mul_(factor) if are_freed and self.is_last_backward else dy * factor
 
     def backward(self, t: Tile) -> None:
         """Pull a tape back."""

@@ -8,8 +8,11 @@ graph, and replayed for all layers of its kind, all chunks of that length, and l
 
 A recording reads and writes the arena, and memory of the recorder's in between. All recordings share both, so
 only the last replay's values are there: what a tape needs may have been overwritten when it is pulled back,
-and is then computed again. `Replayed` is a stage around another: the executor does not know it, and tiles
-that cannot be recorded run by the stage itself."""
+and is then computed again. Keys and values before a chunk are copied in, too, and each length of them has
+recordings of its own.
+
+`Replayed` is a stage around another: the executor does not know it, and tiles that cannot be recorded run by
+the stage itself."""
 
 from __future__ import annotations
 
@@ -25,8 +28,6 @@ from torch import Tensor
 
 from adjoint.batch import Batch, are_values_unknown
 from adjoint.engine.arena import (
-    ArenaTooSmall,
-    ExtraMemory,
     Shapes,
     Slots,
     Spec,
@@ -36,12 +37,12 @@ from adjoint.engine.arena import (
     specs_of,
     without_nones,
 )
-from adjoint.engine.attention_between import RecordedTile
 from adjoint.engine.decay import Decays
 from adjoint.engine.layer_run import LayerRun
+from adjoint.engine.recorded_past import RecordedPast
 from adjoint.engine.recorder import RECORDERS, Recorder, Replay
 from adjoint.engine.stage import Stage, StageAround
-from adjoint.engine.storage import append_only_part, recurrent_part
+from adjoint.engine.storage import append_only_part, merge_parts, recurrent_part
 from adjoint.engine.sweep import ContextFactory, Sweep
 from adjoint.engine.tile import (
     MAX_PLAIN_ADDITIONS,
@@ -60,7 +61,10 @@ from adjoint.loss import WeightSum
 # "linearize_again" leaves out what only its output needs: see `Stage.linearize_again`. "linearize_adding" is
 # of a loss whose cotangent is known: the head adds to its weight's sum at once (`Gradients.weight_sum`).
 Mode = Literal["forward", "linearize", "linearize_again", "linearize_adding"]
-MAX_KINDS = 64  # of tiles that are remembered: lengths that never come again would collect
+MAX_KINDS = 64  # of tiles that are remembered; others run by themselves
+# Bytes of keys and values that are copied into the arena, over those of the layer's weights and its input.
+# Attention to more of them keeps a GPU busy by itself, and recordings of all their lengths would not pay.
+MAX_PAST_SHARE = 1.0
 PLAIN_WEIGHTS = "plain tensors"  # the name of `Weights` itself
 # Largest relative difference of a replay from what the stage itself computes.
 MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -136,17 +140,15 @@ class _Program(NamedTuple):
     Attributes:
         call: None if the pullback's recording begins with it ("linearize_again").
         start: first token of the chunk that was recorded.
-        tile: what attention between the recordings needs.
-        stop: bytes of the arena, from the first on, that the call may write to.
-        has_results: which inputs get a cotangent.
+        has_results: which of x and the state get a cotangent that is a result.
+        has_past_results: which keys and values before the chunk get one.
     """
 
     call: Replay | None
     start: int
-    tile: RecordedTile
-    stop: int
     pullback: Replay | None = None
     has_results: Sequence[bool] = ()
+    has_past_results: Sequence[bool] = ()
 
 
 class _Tile(NamedTuple):
@@ -179,7 +181,6 @@ class _Kind:
     Args:
         copies_weights: whether weights are copied into the arena; else recordings read one stage's own.
         reads_state: whether tiles read the state before the chunk.
-        is_first: whether their keys and values are the sequence's first.
 
     Attributes:
         keeps_sums: whether its sums stay in the arena while other stages run forward.
@@ -189,17 +190,17 @@ class _Kind:
         has_sum: which parameters get a gradient.
         is_compared: whether results of a recording have been compared with those of the stage itself.
         is_verified: whether those were of another chunk than the one that was recorded.
-        extra_bytes: of the arena that attention needs.
+        latest: the last step with such tiles.
     """
 
-    def __init__(self, copies_weights: bool, reads_state: bool, is_first: bool) -> None:
-        self.copies_weights, self.reads_state, self.is_first = copies_weights, reads_state, is_first
+    def __init__(self, copies_weights: bool, reads_state: bool) -> None:
+        self.copies_weights, self.reads_state, self.latest = copies_weights, reads_state, 0
         self.failed = self.keeps_sums = False
         self.noted: dict[Mode, int] = {}
         self.shapes: Shapes | None = None
         self.addresses: list[int] = []
         self.has_sum: Sequence[bool] = ()
-        self.is_compared, self.is_verified, self.extra_bytes = False, False, 0
+        self.is_compared = self.is_verified = False
         self.drop()
 
     def is_trusted(self, program: _Program, chunk: Batch) -> bool:
@@ -223,7 +224,6 @@ class Programs:
         self.kinds: dict[Hashable, _Kind] = {}
         self.memory: Tensor | None = None
         self.runs = 0  # replays: a tape is valid while this number is its own
-        self.latest: RecordedTile | None = None  # of the last replay
         self.bound: tuple[Slots, Replayed] | None = None  # whose weights are in the arena
         self.summing: _Summing | None = None
         self.shared_parameters: Set[Tensor] = frozenset()  # of several stages of the step
@@ -251,8 +251,8 @@ class Programs:
             self.recorder = RECORDERS[device.type](device)
         if are_values_unknown() or torch.is_inference_mode_enabled():  # in the graph of somebody else
             return [*stages]
-        if len(self.kinds) > MAX_KINDS:
-            self.kinds.clear()
+        if len(self.kinds) >= MAX_KINDS:  # lengths that never come again would collect
+            self.kinds = {key: kind for key, kind in self.kinds.items() if kind.latest == self.steps - 1}
         arranged = [None if stage is None else _in_runs(stage, self) for stage in stages]
         replayed = [member for stage in arranged if stage is not None for member in _replayed(stage)]
         listed = [p for stage in arranged if stage is not None for p in dict.fromkeys(stage.parameters())]
@@ -276,22 +276,32 @@ class Programs:
             LOGGER.info(line)
         self.said = True
 
-    def kind(self, stage: Replayed, inputs: Sequence[Tensor], state: State, chunk: Batch) -> _Kind | None:
-        """Return the kind of a tile; None if it is not recorded."""
-        key = stage.key(chunk)
-        if key is None or any(getattr(s, "anchor", None) is not None for s in state):
-            return None
-        device = inputs[0].device.type
+    def kind(
+        self, stage: Replayed, x: Tensor, state: State, chunk: Batch
+    ) -> tuple[_Kind | None, Sequence[Tensor]]:
+        """Return the kind of a tile and what is copied into its slots; (None, ()) if it is not recorded."""
+        key, pasts = stage.key(chunk), append_only_part(state, stage.grows)
+        # a graph leads to keys, or rows share them
+        if key is None or any(past.anchor is not None or past.slab.prefix is not None for past in pasts):
+            return None, ()
+        values = [past.read() for past in pasts]
+        past_bytes, limit = sum([v.nbytes for v in values]), MAX_PAST_SHARE * (stage.weight_bytes + x.nbytes)
+        # attention of one token is by another kernel, which wants all keys in a row
+        if past_bytes > limit or (past_bytes and chunk.seqlen == 1):
+            return None, ()
+        inputs = [x, *recurrent_part(state, stage.grows), *values, *stage.stage.program_inputs(chunk, state)]
+        device = x.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        lengths = [len(s) for s in append_only_part(state, stage.grows)]
-        is_first = bool(lengths) and not any(lengths)
-        shapes = *(specs_of(inputs)), stage.has_own_program, autocast, is_first
+        shapes = *(specs_of(inputs)), stage.has_own_program, autocast
         kind = self.kinds.get((key, shapes))
         if kind is None:
-            kind = _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk), is_first)
+            if len(self.kinds) >= MAX_KINDS:
+                return None, ()
+            kind = _Kind(not stage.has_own_program, stage.stage.program_reads_state(chunk))
             kind.keeps_sums = stage.keeps_sums
             self.kinds[key, shapes] = kind
-        return kind
+        kind.latest = self.steps
+        return kind, inputs
 
     def note_forward(
         self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], y: Tensor, after: State
@@ -307,9 +317,6 @@ class Programs:
         shapes = kind.shapes
         if shapes is None or shapes.cotangents or dy is None:
             return
-        rest = iter(shapes.inputs)
-        results = [next(rest), *[next(rest) if dim is None else None for dim in stage.grows]]
-        results = [s if s is not None and s.dtype.is_floating_point else None for s in results]
         sums = [
             Spec(p.shape, accumulate_dtype(p.dtype)) if p.requires_grad else None for p in stage.parameters()
         ]
@@ -319,9 +326,7 @@ class Programs:
             for s, dim in zip(shapes.outputs[1:], stage.grows, strict=True)
         ]
         cotangents = *specs_of([dy]), *d_after
-        kind.shapes = dataclasses.replace(
-            shapes, cotangents=cotangents, results=tuple(results), sums=tuple(sums)
-        )
+        kind.shapes = dataclasses.replace(shapes, cotangents=cotangents, sums=tuple(sums))
 
     def program(
         self, kind: _Kind, mode: Mode, stage: Replayed, inputs: Sequence[Tensor], chunk: Batch
@@ -345,10 +350,6 @@ class Programs:
             # a recorder may compute with what is there
             copy_all(*self._copies_in(_Tile(kind, mode, stage, inputs, ())))
             kind.programs[mode] = self._record(kind, mode, stage, chunk)
-        except ArenaTooSmall as error:
-            kind.extra_bytes = error.nbytes
-            kind.drop()
-            return None
         except Exception as error:
             # the stage itself runs next, and raises it again if it is not the recording's
             self.fail(kind, stage, (str(error) or type(error).__name__).splitlines()[0])
@@ -381,28 +382,28 @@ class Programs:
         if kind.shapes is None:
             return 0
         slots = Slots(kind.shapes)
-        # a forward needs half of what attention needs, and runs beside sums that stay
-        in_forward = kind.extra_bytes // 2 + self._bytes_of_kept_sums()
-        return slots.front + max(kind.extra_bytes + slots.back, in_forward)
-
-    def _bytes_of_kept_sums(self) -> int:
-        kinds = [k.shapes for k in self.kinds.values() if k.keeps_sums and k.shapes is not None]
-        return max([Slots(shapes).back for shapes in kinds], default=0)
+        kept_sums = [
+            Slots(k.shapes).back for k in self.kinds.values() if k.keeps_sums and k.shapes is not None
+        ]
+        return slots.front + max([slots.back, *kept_sums])  # a forward runs beside sums that stay
 
     def _record(self, kind: _Kind, mode: Mode, stage: Replayed, chunk: Batch) -> _Program:
         """Record a mode of a stage, whose weights stand in the slots meanwhile."""
         slots, inner, recorder = kind.slots, stage.stage, self.recorder
         assert slots is not None and recorder is not None
         kind.addresses = [] if kind.copies_weights else stage.addresses()
-        n = sum([dim is None for dim in inner.grows])
-        x, *state = slots.inputs[: 1 + n]
-        others = slots.inputs[1 + n :]
-        extra = ExtraMemory(slots)
-        tile = RecordedTile(recorder.run_between, extra)
-        static_state = tile.pasts(inner.grows, state, others[0] if others else None, kind.is_first)
+        x, recurrent, past_values, others = _by_purpose(slots.inputs, inner.grows)
+        dims = [dim for dim in inner.grows if dim is not None]
+        pasts = [RecordedPast(values, dim) for values, dim in zip(past_values, dims, strict=True)]
+        static_state = merge_parts(recurrent, pasts, inner.grows)
         static_chunk, start = inner.with_program_inputs(chunk, others), chunk.start
-        # of a call, which runs while another stage's sums stay
-        extra.limit = min(extra.limit, slots.memory.numel() - self._bytes_of_kept_sums())
+
+        def record(function: Callable[[], None]) -> Replay:
+            replay = recorder.record(function)
+            if any(past.is_unread for past in pasts):
+                raise RuntimeError("attention that is a model's own code")
+            return replay
+
         with (
             torch.no_grad(),
             stage.weights_in(slots.weights) if kind.copies_weights else contextlib.nullcontext(),
@@ -413,7 +414,7 @@ class Programs:
                     y, after = inner.forward(x, static_state, static_chunk)
                     torch._foreach_copy_(slots.outputs, [y, *after])
 
-                return _Program(recorder.record(forward), start, tile, extra.stop)
+                return _Program(record(forward), start)
             adds = mode == "linearize_adding"
             gradients = _SlotGradients(stage, slots, slots.cotangents[0] if adds else None)
             tapes, has_results = list[Pullback](), list[bool]()
@@ -429,7 +430,7 @@ class Programs:
             def pull_back() -> None:
                 dy, *d_after = slots.cotangents
                 dx, d_before = tapes.pop()(dy, tuple(d_after))
-                pairs = list(zip(slots.results, (dx, *d_before), strict=True))
+                pairs = list(zip(_result_slots(slots, inner.grows), (dx, *d_before), strict=True))
                 has_results.extend([slot is not None and d is not None for slot, d in pairs])
                 copy_pairs(itertools.compress(pairs, has_results))
                 gradients.copy_excess()
@@ -441,11 +442,11 @@ class Programs:
                 tapes.append(tape)
                 pull_back()
 
-            call = None if mode == "linearize_again" else recorder.record(linearize)
-            stop, extra.limit = extra.stop, slots.back_start
-            pullback = recorder.record(linearize_and_pull_back if call is None else pull_back)
+            call = None if mode == "linearize_again" else record(linearize)
+            pullback = record(linearize_and_pull_back if call is None else pull_back)
             kind.has_sum = [p in gradients.touched for p in inner.parameters()]
-            return _Program(call, start, tile, stop, pullback, has_results)
+            has_past_results = [past.has_cotangent for past in pasts]
+            return _Program(call, start, pullback, has_results, has_past_results)
 
     # ------------------------------------------------------------------------------------------------ replays
 
@@ -470,9 +471,9 @@ class Programs:
         Args:
             gradients: to which the call itself adds; None if it adds nothing.
         """
-        program, summing = tile.program, self.summing
+        program, summing, grows = tile.program, self.summing, tile.stage.grows
         assert program.call is not None
-        if summing is not None and program.stop > summing.slots.back_start:
+        if summing is not None and tile.slots.front > summing.slots.back_start:
             self.store_sums()
         targets, sources = self._copies_in(tile)
         if gradients is not None:
@@ -481,22 +482,12 @@ class Programs:
             targets += without_nones(tile.slots.cotangents[:1])
             sources.append(gradients.loss_cotangent)
         copy_all(targets, sources)
-        self._replay(program.call, tile)
-        if tile.kind.is_first:  # attention is recorded, but for what it leaves to later chunks
-            grows = tile.stage.grows
-            values = append_only_part(tile.state, grows), append_only_part(tile.slots.after, grows)
-            for past, piece in zip(*values, strict=True):
-                past.join(piece)
-        return self.runs
-
-    def _replay(self, replay: Replay, tile: _Tile) -> None:
-        recorded, latest = tile.program.tile, self.latest
-        if latest is not None and latest is not recorded:
-            latest.drop_graphs()
-        self.latest, recorded.state = recorded, tile.state
-        replay()
-        recorded.state = ()
+        program.call()
         self.runs += 1
+        pieces = append_only_part(tile.slots.after, grows)
+        for past, piece in zip(append_only_part(tile.state, grows), pieces, strict=True):
+            past.slab.write(piece, past.start)
+        return self.runs
 
     def pull_back(
         self,
@@ -530,14 +521,21 @@ class Programs:
         targets += [slot for slot, d in pairs if d is not None]
         sources += without_nones(d for _, d in pairs)
         copy_all(targets, sources)
-        self._replay(program.pullback, tile)
+        program.pullback()
+        self.runs += 1
         summing = self.summing
         assert summing is not None
         summing.has_sum = [a or b for a, b in zip(summing.has_sum, tile.kind.has_sum, strict=True)]
         summing.pullbacks += 1
         if summing.pullbacks == MAX_PLAIN_ADDITIONS:
             self.store_sums()
-        results = without_nones(itertools.compress(slots.results, program.has_results))
+        grows = tile.stage.grows
+        d_pasts = _by_purpose(slots.results, grows)[2]
+        columns = append_only_part(tile.state, grows), d_pasts, program.has_past_results
+        for past, d, is_there in zip(*columns, strict=True):
+            if is_there:
+                past.add_cotangent(d, past.begin)
+        results = without_nones(itertools.compress(_result_slots(slots, grows), program.has_results))
         copies = [torch.empty_like(t) for t in results]
         states = [s for s, out in zip(slots.after, late, strict=False) if out is not None]
         copy_all([*copies, *without_nones(late)], [*results, *states])
@@ -615,6 +613,22 @@ class Programs:
         gradients.excess.update(zip(excess, copies[len(totals) :], strict=True))
 
 
+def _by_purpose(
+    inputs: Sequence[Tensor], grows: Sequence[int | None]
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Return a tile's x, recurrent state, keys and values before the chunk, and other inputs."""
+    recurrent = 1 + sum([dim is None for dim in grows])
+    stop = 1 + len(grows)
+    return inputs[0], inputs[1:recurrent], inputs[recurrent:stop], inputs[stop:]
+
+
+def _result_slots(slots: Slots, grows: Sequence[int | None]) -> list[Tensor | None]:
+    """Return the places of the cotangents of x and of the state; None for what a pullback returns none."""
+    x, recurrent, _, _ = _by_purpose(slots.results, grows)
+    entries = x, *merge_parts(recurrent, [None] * (len(grows) - len(recurrent)), grows)
+    return [t if t is not None and t.dtype.is_floating_point else None for t in entries]
+
+
 def differs(a: Tensor, b: Tensor) -> bool:
     """Whether a replay's result a is not the stage's own, b; the host waits for it."""
     difference = torch.linalg.vector_norm(a - b)
@@ -678,6 +692,7 @@ class Replayed(StageAround):
             weights where they are.
         is_whole_stage: whether the engine runs it; else a `LayerRun` does.
         shares_parameters: whether other stages of the step have some of its parameters.
+        weight_bytes: of the parameters.
     """
 
     def __init__(self, stage: Stage, programs: Programs) -> None:
@@ -685,8 +700,8 @@ class Replayed(StageAround):
         self.programs = programs
         self.has_own_program = self.is_whole_stage = self.shares_parameters = False
         self._listed: list[Tensor] = list(stage.parameters())
+        self.weight_bytes = sum([p.nbytes for p in self._listed])
         self._tensors: list[Tensor] | None = None
-        self._keys: dict[bool, Hashable | None] = {}
 
     @property
     def name(self) -> str:
@@ -735,9 +750,6 @@ class Replayed(StageAround):
 
     # ------------------------------------------------------------------------------------------------- tiles
 
-    def _inputs(self, x: Tensor, state: State, chunk: Batch) -> list[Tensor]:
-        return [x, *recurrent_part(state, self.grows), *self.stage.program_inputs(chunk, state)]
-
     def _replayed(self, tile: _Tile, gradients: Gradients | None = None) -> tuple[int, Tensor, State]:
         """Replay a call; return its number (`Programs.run_call`), and copies of y and the state after it.
 
@@ -750,8 +762,8 @@ class Replayed(StageAround):
         return run, y, tuple(after)
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        programs, inputs = self.programs, self._inputs(x, state, chunk)
-        kind = programs.kind(self, inputs, state, chunk)
+        programs = self.programs
+        kind, inputs = programs.kind(self, x, state, chunk)
         if kind is None:
             return self.stage.forward(x, state, chunk)
         program = programs.program(kind, "forward", self, inputs, chunk)
@@ -794,6 +806,8 @@ class Replayed(StageAround):
         self._tensors = None  # casts of weights
 
     def end_backward(self) -> None:
+        if not self.is_loss and self.programs.summing is not None and self.programs.summing.stage is self:
+            self.programs.store_sums(is_last=True)
         self.stage.end_backward()
         self._tensors = None
 
@@ -813,8 +827,8 @@ class Replayed(StageAround):
     def _linearize(
         self, mode: Mode, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        programs, inputs = self.programs, self._inputs(x, state, chunk)
-        kind = programs.kind(self, inputs, state, chunk)
+        programs = self.programs
+        kind, inputs = programs.kind(self, x, state, chunk)
         call = self.stage.linearize if mode == "linearize" else self.stage.linearize_again
         if self.is_loss and gradients.loss_cotangent is not None:
             # of a head by itself the cotangent is 1 at first, and the sum may as well begin with zeros
@@ -857,8 +871,8 @@ class Replayed(StageAround):
                 return tape(dy, d_after)
             dx, *d_before = programs.pull_back(tile, (dy, *d_after), gradients, run, late)
             keeps = mode == "linearize_adding" and self.keeps_sums
-            # other stages are next; or it is the last one
-            if not keeps and (self.is_loss or self.shares_parameters or not chunk.start):
+            is_end = not chunk.start and not self.is_whole_stage  # of which `end_backward` tells
+            if not keeps and (self.is_loss or self.shares_parameters or is_end):  # other stages are next
                 programs.store_sums(is_last=not self.is_loss and not chunk.start)
             return dx, tuple(d_before)
 

@@ -22,10 +22,6 @@ class Recorder(abc.ABC):
 
         Whether the device has carried out the function's own requests is not defined."""
 
-    @abc.abstractmethod
-    def run_between(self, run: Callable[[], None]) -> None:
-        """Have each replay call `run` here; only inside of a function that is recorded."""
-
 
 class CUDAGraphs(Recorder):
     """Recordings as CUDA graphs, which share the memory between their inputs and results.
@@ -36,7 +32,6 @@ class CUDAGraphs(Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.parts = list[Replay]()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed = list[torch.cuda.CUDAGraph]()  # which torch's allocators may still ask
         self._open_pool()
@@ -48,45 +43,31 @@ class CUDAGraphs(Recorder):
         if not self.graphs:  # torch records nothing more into a pool whose recordings are all gone
             self._open_pool()
         torch.cuda.empty_cache()
-        parts = self.parts = list[Replay]()
         with torch.cuda.stream(self.stream):
             try:
                 self._begin()
                 function()
-                self._end()
+                return self._end()
             except BaseException:
                 self._abandon()
                 raise
-            finally:
-                self.parts = []  # a recording lives as long as its replay alone
-        if len(parts) == 1:
-            return parts[0]
-
-        def replay() -> None:
-            for run in parts:
-                run()
-
-        return replay
-
-    def run_between(self, run: Callable[[], None]) -> None:
-        self._end()
-        self.parts.append(run)
-        self._begin()
 
     def _open_pool(self) -> None:
         self.pool, self.graphs = torch.cuda.graph_pool_handle(), weakref.WeakSet[torch.cuda.CUDAGraph]()
 
     def _begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # a backward's threads begin and end parts, too; others, of a data loader, may go on calling CUDA
+        # threads of a backward or of a data loader may go on calling CUDA
         self.graph.capture_begin(pool=self.pool, capture_error_mode="relaxed")
 
-    def _end(self) -> None:
-        assert self.graph is not None
-        self.graph.capture_end()
-        self.graphs.add(self.graph)
-        self.parts.append(self.graph.replay)
+    def _end(self) -> Replay:
+        """Return the replay, as long as which the recording lives."""
+        graph = self.graph
+        assert graph is not None
+        graph.capture_end()
+        self.graphs.add(graph)
         self.graph = None
+        return graph.replay
 
     def _abandon(self) -> None:
         """End a recording that an error has interrupted.

@@ -24,7 +24,6 @@ from adjoint.errors import UserError
 from adjoint.kernels.checks import has_hooks_on_result, is_untouched
 from adjoint.kernels.unread import unread
 from adjoint.layers import MIXERS, WINDOWED, Block, Mixer, StackConfig, State
-from adjoint.layers.attention import places_of
 from adjoint.layers.mlp import GatedMLP
 
 BlockCall = Callable[..., tuple[Tensor, State]]  # (x, state) or (x, state, seq_idx) → (y, state)
@@ -212,9 +211,7 @@ class Stage(abc.ABC):
         return self.program_tensors()
 
     def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
-        """Return the tensors that it reads of a chunk, besides x and the state.
-
-        If it has append-only states, the first are the positions of the chunk's tokens."""
+        """Return the tensors that it reads of a chunk, besides x and the state."""
         return []
 
     def with_program_inputs(self, chunk: Batch, tensors: Sequence[Tensor]) -> Batch:
@@ -471,11 +468,6 @@ class Layer(Stage):
     @property
     def _has_past(self) -> bool:
         return any(dim is not None for dim in self._grows)
-
-    def program_inputs(self, chunk: Batch, state: State) -> list[Tensor]:
-        if not self._has_past:
-            return []
-        return [places_of(len(state[-1]), chunk.seqlen, chunk.ids.device)]  # the length of a `Past`
 
     def program_tensors(self) -> list[Tensor]:
         tensors = tensors_of(self.block)

@@ -473,6 +473,12 @@ class Past:
     def __len__(self) -> int:
         return self.start - self.begin
 
+    def read(self) -> Tensor:
+        """Return the values, a view of the slab unless it has a prefix; nothing is allocated for none."""
+        if not len(self):
+            return self.slab.initial.narrow(self.slab.dim, 0, 0)
+        return self.slab.read(self.begin, self.start)
+
     @property
     def in_parts(self) -> bool:
         """Whether attention may read the tokens part by part, in the slabs where they are."""

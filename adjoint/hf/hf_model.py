@@ -143,6 +143,8 @@ class HFModel:
     def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
         """Return the spec with the segments that are picked for a call; as it is if it has only one."""
         sizes, budget = self.verification.sizes, spec.storage.memory
+        if self.verification.wrap_state.method.cuda_graphs:
+            sizes = sizes.of_recordings()
         segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen, budget)
         is_trained = call.has_labels or torch.is_grad_enabled()
         if segments is None or not is_trained or self._divide(call) is None:

@@ -141,10 +141,8 @@ class AttentionMixer(Mixer):
         widths = [n * dim for n in (heads, kv_heads, kv_heads)]
         q, k, v = (t.unflatten(-1, (-1, dim)).transpose(1, 2) for t in qkv.split(widths, dim=-1))
         before, window = state[0], self.config.sliding_window
-        places = getattr(before, "places", None)  # of a tile that is recorded
-        if places is None:
-            past_tokens = before.shape[2] if isinstance(before, Tensor) else len(before)
-            places = places_of(past_tokens, x.shape[1], x.device)
+        past_tokens = before.shape[2] if isinstance(before, Tensor) else len(before)
+        places = places_of(past_tokens, x.shape[1], x.device)
         base, factor = self.config.rope_theta, self.config.rope_scaling_factor
         turns = rotary(places, rotary_dim, base, q, factor)
         q, k = rotate(q, *turns), rotate(k, *turns)

@@ -1,17 +1,20 @@
 """`OperatorRecorder`: on a CPU, in the place of CUDA graphs: the operators that a function has called, below
-autograd, are called again on the same tensors."""
+autograd, are called again on the same tensors, as are compiled functions that no operator calls."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from adjoint.engine.recorder import Recorder, Replay
+from adjoint.kernels.cpu.backend import _Args
 
 READS = "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"
 
@@ -21,7 +24,7 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, list[Tensor]] | Callable[[], None]] = []
+        self.calls: list[Callable[[], None]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._opname in READS:
@@ -33,8 +36,14 @@ class _Operators(TorchDispatchMode):
             args, kwargs, places = tree_map_only(
                 Tensor, Tensor.detach, (args, kwargs or {}, _tensors(results))
             )
-            self.calls.append((func, args, kwargs, places))
+            self.calls.append(functools.partial(_run_again, func, args, kwargs, places))
         return results
+
+    def run_compiled(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run a compiled function, and note it unless an operator that is noted runs it."""
+        run(*args, **kwargs)
+        if _get_current_dispatch_mode() is self:
+            self.calls.append(functools.partial(run, *args, **tree_map_only(Tensor, Tensor.detach, kwargs)))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -53,22 +62,19 @@ class OperatorRecorder(Recorder):
 
     def record(self, function: Callable[[], None]) -> Replay:
         self.recordings += 1
-        with _Operators() as operators:
-            self.calls = operators.calls
+        run, operators = _Args.run, _Operators()
+        with (
+            mock.patch.object(_Args, "run", lambda *a, **k: operators.run_compiled(run, *a, **k)),
+            operators,
+        ):
             function()
 
         def replay() -> None:
             self.replays += 1
             for call in operators.calls:
-                if callable(call):
-                    call()
-                else:
-                    _run_again(*call)
+                call()
 
         return replay
-
-    def run_between(self, run: Callable[[], None]) -> None:
-        self.calls.append(run)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import logging
+import math
 import pickle
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 
 from adjoint import Exact
 from adjoint.engine import programs
-from adjoint.engine.attention_between import RecordedTile
 from adjoint.engine.autocast import CastWeights
+from adjoint.engine.recorded_past import RecordedPast
 from adjoint.engine.recorder import CUDAGraphs
+from adjoint.engine.stage import Layer
 from adjoint.errors import UserError
 from adjoint.kernels import recorded
 from adjoint.train.config import TrainingConfig
@@ -44,7 +46,9 @@ WITH_EXPERTS = ("JambaForCausalLM", "Qwen3NextForCausalLM", "KimiLinearForCausal
 
 @pytest.fixture(autouse=True)
 def cpu_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all that can be recorded be so: weights of small models are few beside keys."""
     monkeypatch.setitem(programs.RECORDERS, "cpu", OperatorRecorder)
+    monkeypatch.setattr(programs, "MAX_PAST_SHARE", math.inf)
 
 
 class Twins:
@@ -178,9 +182,8 @@ def test_one_recording_serves_all_layers_of_a_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
-def test_what_stays_in_the_arena_and_in_recordings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head's sums stay where they are until all chunks have run forward; attention of the first chunk is
-    recorded, that of later ones runs between recordings."""
+def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay where they are until all chunks have run forward."""
     stored, store_sums = list[bool](), programs.Programs.store_sums
 
     def noting(self: programs.Programs, *arguments: Any, **options: Any) -> None:
@@ -194,13 +197,60 @@ def test_what_stays_in_the_arena_and_in_recordings(name: str, monkeypatch: pytes
     monkeypatch.setattr(programs.Programs, "store_sums", noting)
     twins.step()
     assert stored.count(True) == 1 and stored[0]
-    calls = [
-        (kind.is_first, program.tile.calls)
-        for kind in twins.programs.kinds.values()
-        for program in kind.programs.values()
-    ]
-    assert any(is_first for is_first, _ in calls)
-    assert {is_first for is_first, between in calls if between} == {False}
+
+
+@pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
+@pytest.mark.parametrize("share", [0.0, 0.3, math.inf])
+def test_attention_is_recorded_for_each_length_of_its_past(
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all layers and steps, unless the past takes too much memory."""
+    lengths = collections.Counter[int]()
+
+    class Noting(RecordedPast):
+        def __init__(self, values: torch.Tensor, dim: int) -> None:
+            super().__init__(values, dim)
+            lengths[len(self)] += 1
+
+    monkeypatch.setattr(programs, "RecordedPast", Noting)
+    monkeypatch.setattr(programs, "MAX_PAST_SHARE", share)
+    twins = Twins(name)
+    for _ in range(3):
+        twins.step()
+    before = lengths.copy()
+    twins.step()
+    assert lengths == before and max(lengths.values()) <= 4  # keys and values, two recordings
+    longest = max(lengths)
+    assert set(lengths) == set(range(0, longest + 1, CHUNK))
+    assert {0.0: longest == 0, 0.3: 0 < longest < LENGTH - CHUNK, math.inf: longest == 40}[share]
+
+
+def test_kinds_of_tiles_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with more of them than are remembered records no others again; those of another length do."""
+    monkeypatch.setattr(programs, "MAX_KINDS", 5)
+    twins, recordings = Twins("hybrid"), []
+    for length in (LENGTH, LENGTH, LENGTH, LENGTH, 4, 4, 4):
+        twins.step(length=length)
+        recordings.append(twins.recorder.recordings)
+        assert len(twins.programs.kinds) <= 5
+    assert 0 < recordings[1] <= recordings[2] == recordings[3] < recordings[-1]
+
+
+def test_keys_that_a_recording_refuses() -> None:
+    """Of which several layers read the same, of which nobody reads the copy, and with too few digits."""
+    past = RecordedPast(torch.ones(1, 1, 4, 2), dim=2)
+    past.join_unread(torch.ones(1, 1, 3, 2))
+    assert past.is_unread
+    past.add_cotangent(torch.ones(1, 1, 4, 2, dtype=torch.bfloat16), 0)
+    assert past.has_cotangent
+    with pytest.raises(RuntimeError, match="several layers"):
+        past.add_cotangent(torch.ones(1, 1, 4, 2), 0)
+    with pytest.raises(RuntimeError, match="more digits"):
+        RecordedPast(past.values, dim=2).add_cotangent(torch.ones(1, 1, 4, 2, dtype=torch.float64), 0)
+    with pytest.raises(RuntimeError, match="a window"):
+        past.join(torch.ones(1, 1, 3, 2))
+    with pytest.raises(RuntimeError, match="a mask"):
+        past.read_joined(torch.ones(1, 1, 3, 2))
 
 
 def test_what_changes_between_steps() -> None:
@@ -312,14 +362,17 @@ def test_a_recording_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_a_recording_that_knows_its_chunk_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Positions that are numbers of the recorded chunk: a comparison with the next chunk finds them."""
-    pasts = RecordedTile.pasts
+    """Launches with numbers of the recorded chunk: a comparison with the next chunk finds them."""
+    for name in ("forward", "linearize", "linearize_again"):
+        method = getattr(Layer, name)
 
-    def with_constants(self: Any, grows: Any, tensors: Any, places: Any, is_first: bool) -> Any:
-        return pasts(self, grows, tensors, None if places is None else places.clone(), is_first)
+        def with_position(
+            self: Layer, x: torch.Tensor, state: Any, chunk: Any, *rest: Any, method: Any = method
+        ) -> Any:
+            return method(self, x + 0.01 * chunk.start, state, chunk, *rest)
 
-    monkeypatch.setattr(RecordedTile, "pasts", with_constants)
-    twins = Twins("attention")
+        monkeypatch.setattr(Layer, name, with_position)
+    twins = Twins("mamba2", segment_layers=2)
     for _ in range(3):
         twins.step()
     assert (
@@ -461,8 +514,8 @@ def test_recordings_share_a_pool_as_long_as_one_of_them_is_there(graphs: CUDAGra
     assert Graph.allocator.uses == {graphs.pool: 3}
     del replays[1:]
     pool = graphs.pool
-    replays.append(graphs.record(lambda: graphs.run_between(gc.collect)))  # two graphs
-    assert graphs.pool == pool and Graph.allocator.uses == {pool: 3}
+    replays.append(graphs.record(lambda: None))
+    assert graphs.pool == pool and Graph.allocator.uses == {pool: 2}
     replays.clear()
     replays.append(graphs.record(lambda: None))
     assert graphs.pool != pool and Graph.allocator.uses == {graphs.pool: 1}
@@ -474,7 +527,6 @@ def test_what_a_recording_that_fails_leaves(graphs: CUDAGraphs, is_invalid: bool
     before = graphs.record(lambda: None)
 
     def fail() -> None:
-        graphs.run_between(gc.collect)
         Graph.allocator.is_invalid = is_invalid
         raise ValueError("the host reads a value")
 

@@ -301,7 +301,6 @@ def graphs(record: WrapState) -> Callable[[Any], Any]:
     class SimulatedGraphs(ProgramRecorder):
         def __init__(self, device: Any) -> None:
             self.pool = self.base = 0
-            self.between: list[Callable[[], None]] = []
             self.has_tape = False  # of the function before, which the next one pulls back
 
         def record(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -317,7 +316,7 @@ def graphs(record: WrapState) -> Callable[[Any], Any]:
                 if record.waits - before[2]:
                     raise RuntimeError("operation not permitted when stream is capturing")
             finally:
-                work, parts, self.between = record.flops - flops, self.between, []
+                work = record.flops - flops
                 for counter, values in zip(counters, before, strict=True):
                     counter.clear()
                     counter.update(values)
@@ -330,15 +329,10 @@ def graphs(record: WrapState) -> Callable[[Any], Any]:
                         live.live += self.pool
 
             def replay() -> None:
-                record.launches["graph"] += 1 + len(parts)
+                record.launches["graph"] += 1
                 record.flops += work
-                for run in parts:
-                    run()
 
             return replay
-
-        def run_between(self, run: Callable[[], None]) -> None:
-            self.between.append(run)
 
     return SimulatedGraphs
 

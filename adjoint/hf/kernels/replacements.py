@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.engine.attention_between import RecordedPast, recorded_past
+from adjoint.engine.recorded_past import is_recorded
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import NotAttended
 from adjoint.fla import functions as fla
@@ -222,15 +222,8 @@ def _attention(
     tokens, key_length = query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     has_bias = kwargs.get("position_bias") is not None
-    past = recorded_past(key)
-    if past is not None and (attention_mask is not None or dropout or not causal or has_bias):
+    if is_recorded(key) and (attention_mask is not None or dropout or not causal or has_bias):
         raise RuntimeError("attention with a mask, dropout or a bias")
-    if isinstance(past, RecordedPast):
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _attention(module, q, k, v, None, 0.0, scaling, is_causal)[0]
-
-        return past.attend_by(attend, query, key.joined, value.joined), None  # type: ignore[attr-defined]
     is_distributed = attention.is_spread(key)
     if is_distributed and (attention_mask is not None or dropout or not causal or has_bias):
         raise NotAttended(
