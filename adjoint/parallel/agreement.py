@@ -242,8 +242,9 @@ def parts_of(function: object) -> tuple[list[object], list[Hashable]]:
             settings.append(value)
         elif not isinstance(value, (int, float, Tensor)):
             if type(value).__weakrefoffset__ == 0:  # such as a list, which cannot be told from another one
-                is_method = isinstance(function, types.MethodType)
-                return ([function.__func__, function.__self__] if is_method else [function]), []
+                if isinstance(function, types.MethodType):  # which is another object each time it is read
+                    return [function.__func__, function.__self__], []
+                return [function], []
             objects.append(value)
     return objects, settings
 
