@@ -242,7 +242,7 @@ def parts_of(function: object) -> tuple[list[object], list[Hashable]]:
             settings.append(value)
         elif not isinstance(value, (int, float, Tensor)):
             if type(value).__weakrefoffset__ == 0:  # such as a list, which cannot be told from another one
-                if isinstance(function, types.MethodType):
+                if isinstance(function, types.MethodType):  # which is another object each time it is read
                     return [function.__func__, function.__self__], []
                 return [function], []
             objects.append(value)

@@ -20,7 +20,7 @@ from adjoint.engine.grid import make_grid
 from adjoint.engine.schedule import Owners, Send, make_schedule
 from adjoint.errors import UserError
 from adjoint.layers import WINDOWED
-from adjoint.parallel import kv
+from adjoint.parallel import agreement, kv
 from adjoint.parallel.handoff import StateHandoff
 from adjoint.parallel.transport import Alone, GroupTransport
 from tests.both_kinds import STACKS, ModelOfEitherKind
@@ -744,6 +744,16 @@ def change_hook(model: Any, factor: float) -> None:
     if handle is not None:
         handle.remove()
     vars(model)["handle"] = model.model.layers[1].mlp.register_forward_hook(scaled_by(factor))
+
+
+def test_hooks_are_told_apart_by_what_they_capture() -> None:
+    def hook(factor: float, *, offset: float = 0.0) -> Any:
+        if factor > 1:
+            unset = factor
+        return lambda x, *, offset=offset: x * factor + offset + (unset if x is None else 0)
+
+    descriptions = [agreement.describe(each) for each in (hook(1.0), hook(2.0), hook(1.0, offset=1.0))]
+    assert len({*descriptions}) == 3 and agreement.describe(hook(1.0)) == descriptions[0]
 
 
 # By what is said of it: (model, 1.0 or another number) → None, which makes a difference of the number.
