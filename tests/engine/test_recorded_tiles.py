@@ -204,7 +204,7 @@ def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyP
 def test_attention_is_recorded_for_each_length_of_its_past(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One recording of a length serves all layers and steps, unless the past takes too much memory."""
+    """Each length is recorded once for all layers and steps, unless the past takes too much memory."""
     lengths = collections.Counter[int]()
 
     class Noting(RecordedPast):
