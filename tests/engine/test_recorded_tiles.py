@@ -183,7 +183,7 @@ def test_one_recording_serves_all_layers_of_a_kind() -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
 def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay where they are until all chunks have run forward."""
+    """A head's sums are stored once, after all chunks have run forward."""
     stored, store_sums = list[bool](), programs.Programs.store_sums
 
     def noting(self: programs.Programs, *arguments: Any, **options: Any) -> None:
@@ -204,7 +204,7 @@ def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyP
 def test_attention_is_recorded_for_each_length_of_its_past(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for all layers and steps, unless the past takes too much memory."""
+    """Each length is recorded once for all layers and steps, unless the past takes too much memory."""
     lengths = collections.Counter[int]()
 
     class Noting(RecordedPast):
@@ -237,7 +237,7 @@ def test_kinds_of_tiles_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_that_a_recording_refuses() -> None:
-    """Of which several layers read the same, of which nobody reads the copy, and with too few digits."""
+    """Keys that several layers read, that nobody reads, that have too few digits, a window or a mask."""
     past = RecordedPast(torch.ones(1, 1, 4, 2), dim=2)
     past.join_unread(torch.ones(1, 1, 3, 2))
     assert past.is_unread

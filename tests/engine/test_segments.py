@@ -449,6 +449,18 @@ def test_recorded_segments_leave_room_for_gradients(seqlen: int) -> None:
     assert picked.layers * picked.chunk_size * of_layer < 0.3 * (inputs + seqlen * of_layer)
 
 
+@pytest.mark.parametrize("bytes_per_token, chunks", [(7.1e4, 2), (1.2e5, FEWEST_RECORDED_CHUNKS)])
+def test_recorded_tapes_larger_than_their_inputs_are_of_shorter_chunks(
+    bytes_per_token: float, chunks: int
+) -> None:
+    """Sizes of Bamba-like and Qwen3.5-like: tapes of 16,384 tokens, beside inputs of 1.2 GB."""
+    sizes = Sizes(12 * bytes_per_token, width=1536, layers=12, stream=3072)
+    for recorded, count in ((sizes, 2), (sizes.of_recordings(), chunks)):
+        picked = segments_for(recorded, 1, 2**15, "cuda", 80e9)
+        assert picked is not None
+        assert (-(-(2**15) // picked.chunk_size), picked.layers) == (count, 1)
+
+
 def test_increments_leave_room_for_the_optimizer() -> None:
     larger = dataclasses.replace(MAMBA_LARGE, weights=15e9)
     picked = segments_for(larger, 1, 2**17, "cuda", 80e9)
