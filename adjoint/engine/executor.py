@@ -487,7 +487,7 @@ class Executor(TileValues):
                 continue
             if key[0] == "spill":  # belongs to the last tokens of the piece before
                 pieces[-1] = pieces[-1].clone()
-                pieces[-1][:, -piece.shape[1] :] += piece
+                pieces[-1][:, -piece.shape[1] :].add_(piece)
             else:
                 pieces.append(piece)
         if not pieces:
@@ -563,7 +563,7 @@ class Executor(TileValues):
         if k or dx is None:
             return
         self.d_ids = torch.zeros_like(self.batch.ids) if self.d_ids is None else self.d_ids
-        self.d_ids[:, start : start + dx.shape[1]] += dx
+        self.d_ids[:, start : start + dx.shape[1]].add_(dx)
 
     def _add_initial(self, k: int, start: int, d_state: Cotangents) -> None:
         """Add a windowed tile's part of the initial state's cotangent.

@@ -342,7 +342,7 @@ class _WithTail(torch.autograd.Function):
             d_inputs = d_tail.new_zeros(ctx.shape)
         elif not ctx.gradient.is_owned:
             d_inputs = d_inputs.clone()
-        d_inputs[..., -ctx.size :] += d_tail
+        d_inputs[..., -ctx.size :].add_(d_tail)
         return d_inputs, None, None
 
 

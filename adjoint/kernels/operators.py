@@ -216,20 +216,22 @@ class _ColumnsContext(Protocol):
 
     shape: torch.Size
     columns: tuple[_Columns, ...]
-    covers_all: bool
+    order: Sequence[int] | None
 
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class _TakeColumns(torch.autograd.Function):
-    """A tensor (batch, rows, width) → views of it that do not overlap."""
+    """A tensor (batch, rows, width) → views of it that do not overlap.
+
+    `order` is that of the views from left to right if together they are the whole tensor, else None."""
 
     @staticmethod
     def forward(
-        ctx: _ColumnsContext, base: Tensor, covers_all: bool, *columns: _Columns
+        ctx: _ColumnsContext, base: Tensor, order: Sequence[int] | None, *columns: _Columns
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.covers_all, ctx.columns = base.shape, covers_all, columns
+        ctx.shape, ctx.order, ctx.columns = base.shape, order, columns
         start, views = int(base.storage_offset()), list[Tensor]()
         for size, stride, offset in columns:
             views.append(base.as_strided(size, stride, start + offset))
@@ -237,13 +239,17 @@ class _TakeColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ColumnsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        total = None
-        for gradient, (size, stride, offset) in zip(gradients, ctx.columns, strict=True):
-            if gradient is not None:
-                if total is None:
-                    is_filled = ctx.covers_all and None not in gradients
-                    total = gradient.new_empty(ctx.shape) if is_filled else gradient.new_zeros(ctx.shape)
-                total.as_strided(size, stride, offset).copy_(gradient)
+        total, parts = None, list[Tensor]()
+        for i in ctx.order or ():
+            if (gradient := gradients[i]) is not None:
+                parts.append(gradient.flatten(2))
+        if len(parts) == len(gradients):
+            total = torch.cat(parts, dim=2)
+        else:
+            for gradient, (size, stride, offset) in zip(gradients, ctx.columns, strict=True):
+                if gradient is not None:
+                    total = gradient.new_zeros(ctx.shape) if total is None else total
+                    total.as_strided(size, stride, offset).copy_(gradient)
         return total, None, *[None] * len(ctx.columns)
 
 
@@ -253,11 +259,11 @@ def with_one_gradient(*operands: Tensor) -> tuple[Tensor, ...]:
     Args:
         operands: (batch, tokens, …) each.
     """
-    base, columns, edges, covered = operands[0]._base, list[_Columns](), list[tuple[int, int]](), 0
+    base, columns, edges, covered = operands[0]._base, list[_Columns](), list[tuple[int, int, int]](), 0
     if base is None or base.grad_fn is None or base.dim() != 3 or not base.is_contiguous():
         return operands
     batch, rows, width = base.shape
-    for x in operands:
+    for i, x in enumerate(operands):
         if x._base is not base or x.dtype != base.dtype or x.dim() < 3 or x.shape[0] != batch:
             return operands
         row, column = divmod(offset := int(x.storage_offset() - base.storage_offset()), width)
@@ -272,13 +278,14 @@ def with_one_gradient(*operands: Tensor) -> tuple[Tensor, ...]:
                 return operands
             node = node.next_functions[0][0]
         covered += x.numel()
-        edges.append((column, column + own_width))
+        edges.append((column, column + own_width, i))
         columns.append(_Columns(x.size(), x.stride(), offset))
     edges.sort()
-    for (_, end), (start, _) in itertools.pairwise(edges):
+    for (_, end, _), (start, _, _) in itertools.pairwise(edges):
         if end > start:
             return operands
     if covered < COVERED * base.numel():
         return operands
-    views: tuple[Tensor, ...] = _TakeColumns.apply(base, covered == base.numel(), *columns)
+    order = [i for _, _, i in edges] if covered == base.numel() else None
+    views: tuple[Tensor, ...] = _TakeColumns.apply(base, order, *columns)
     return views

@@ -305,7 +305,7 @@ class _Angles(torch.autograd.Function):
             begins = reset_at.any(1)[:, None, None]
             d_angle, rounding = torch.where(begins, -before, d_angle), rounding.masked_fill(begins, 0)
         d_angles = d_angles - rounding.to(d_angles.dtype)[:, None]
-        d_angles[:, -1] += d_last
+        d_angles[:, -1].add_(d_last)
         return d_angles, d_angle, None
 
 
@@ -352,7 +352,7 @@ class _Turned(torch.autograd.Function):
         (t, turn), halves = ctx.saved_tensors, ctx.halves
         dt = _turn(torch.zeros_like(t) if dy is None else dy, turn.conj(), halves)
         if d_last is not None:
-            dt[:, -1] += _turn(d_last, turn[:, -1].conj(), halves)
+            dt[:, -1].add_(_turn(d_last, turn[:, -1].conj(), halves))
         before, after = (_complex(x, turn.shape[-1], halves) for x in (t, dt))
         d_angles = (before.conj() * after).imag
         return dt, d_angles if t.shape[-2] == 1 else d_angles.sum(-2, keepdim=True), None, None

@@ -31,10 +31,10 @@ SLOW += ("offloaded sequence group", "replayed", "wrapped replayed")
 HELD = {
     "mamba, a layer": (77, 15),
     "mamba2, a layer": (49, 29),
-    "attention, a layer": (141, 3),  # the past in one block
-    "Mamba, a layer": (104, 15),
-    "Mamba2, a layer": (112, 26),
-    "Llama, a layer": (189, 6),
+    "attention, a layer": (139, 3),  # the past in one block
+    "Mamba, a layer": (105, 15),
+    "Mamba2, a layer": (111, 26),
+    "Llama, a layer": (179, 9),
 }
 
 

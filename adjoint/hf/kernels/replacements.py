@@ -193,7 +193,8 @@ def _causal_conv1d(
         hidden_states, gradient = parts.inputs, parts.gradient
         gradient.is_owned = gradient.is_owned is None
         if (tail := parts.tail) is not None:
-            tail = F.pad(tail, (weight.shape[1] - 1 - tail.shape[2], 0))  # a tail that is too long is cut
+            missing = weight.shape[1] - 1 - tail.shape[2]
+            tail = F.pad(tail, (missing, 0)) if missing > 0 else tail[..., -missing:]
     x = hidden_states.transpose(1, 2)
     y = causal_conv1d(x.to(weight.dtype), weight, bias, tail, silu=silu)[0]
     y = y if silu or activation is None else ACT2FN[activation](y)

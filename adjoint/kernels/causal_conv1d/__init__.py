@@ -39,9 +39,9 @@ def _backward(dy, dtail, x, weight, bias, initial_state, reset, silu, backend):
     if dtail is not None:  # added in place: autograd would fill a tensor like x with zeros for it
         length, tokens = dtail.shape[2], min(dtail.shape[2], x.shape[1])
         dtail = dtail if reset is None else dtail.masked_fill(_of_others(reset, length), 0)
-        dx[:, x.shape[1] - tokens :] += dtail[:, :, length - tokens :].transpose(1, 2)
+        dx[:, x.shape[1] - tokens :].add_(dtail[:, :, length - tokens :].transpose(1, 2))
         if tokens < length and initial_state is not None:
-            dinitial[:, :, tokens:] += dtail[:, :, : length - tokens]
+            dinitial[:, :, tokens:].add_(dtail[:, :, : length - tokens])
     return dx, dweight, dbias, dinitial
 
 
