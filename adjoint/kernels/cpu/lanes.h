@@ -178,18 +178,30 @@ ALWAYS_INLINE V<double> exp2_lanes(V<double> x) {
   return (V<double>)_mm512_scalef_pd((__m512d)exp2_poly(x - (V<double>)n), n);
 }
 #else
-// x between two bounds; NaN stays NaN. (The hardware's minimum and maximum give their second operand then.)
-template <class W, class T> ALWAYS_INLINE W between(T lo, W x, T hi) {
-  const W low = lo - W{}, high = hi - W{};
+// x, but no less than `lo` or no more than `hi`; NaN stays NaN. (The hardware's minimum and maximum give their second
+// operand then.)
+template <class W, class T> ALWAYS_INLINE W at_least(T lo, W x) {
+  const W low = lo - W{};
 #if defined(__AVX__)
-  if constexpr (sizeof(T) == 4) return (W)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
-  else return (W)_mm256_min_pd((__m256d)high, _mm256_max_pd((__m256d)low, (__m256d)x));
+  if constexpr (sizeof(T) == 4) return (W)_mm256_max_ps((__m256)low, (__m256)x);
+  else return (W)_mm256_max_pd((__m256d)low, (__m256d)x);
 #elif defined(__SSE2__)
-  if constexpr (sizeof(T) == 4) return (W)_mm_min_ps((__m128)high, _mm_max_ps((__m128)low, (__m128)x));
-  else return (W)_mm_min_pd((__m128d)high, _mm_max_pd((__m128d)low, (__m128d)x));
+  if constexpr (sizeof(T) == 4) return (W)_mm_max_ps((__m128)low, (__m128)x);
+  else return (W)_mm_max_pd((__m128d)low, (__m128d)x);
 #else
-  const W up = x < low ? low : x;
-  return up > high ? high : up;
+  return x < low ? low : x;
+#endif
+}
+template <class W, class T> ALWAYS_INLINE W at_most(T hi, W x) {
+  const W high = hi - W{};
+#if defined(__AVX__)
+  if constexpr (sizeof(T) == 4) return (W)_mm256_min_ps((__m256)high, (__m256)x);
+  else return (W)_mm256_min_pd((__m256d)high, (__m256d)x);
+#elif defined(__SSE2__)
+  if constexpr (sizeof(T) == 4) return (W)_mm_min_ps((__m128)high, (__m128)x);
+  else return (W)_mm_min_pd((__m128d)high, (__m128d)x);
+#else
+  return x > high ? high : x;
 #endif
 }
 // Adding 1.5 * 2^mantissa + bias rounds to the nearest integer n and leaves n + bias in the lowest bits: shifted to the
@@ -197,20 +209,22 @@ template <class W, class T> ALWAYS_INLINE W between(T lo, W x, T hi) {
 template <class T> struct Exponent;
 template <> struct Exponent<float> { static constexpr float magic = 12582912.0f + 127; static constexpr int bias = 127, mantissa = 23; };
 template <> struct Exponent<double> { static constexpr double magic = 6755399441055744.0 + 1023; static constexpr int bias = 1023, mantissa = 52; };
-// x = n + r: leaves scale = 2^n and returns r.
-template <class W> ALWAYS_INLINE W split_power(W x, W& scale) {
+// x = n + r: leaves scale = 2^n and returns r. BOUNDED: x is at most 1, where nothing overflows.
+template <bool BOUNDED = false, class W> ALWAYS_INLINE W split_power(W x, W& scale) {
   typedef typename std::remove_reference<decltype(x[0])>::type T;
   typedef Exponent<T> E;
-  const W c = between<W, T>(-E::bias, x, E::bias + 1), shifted = c + E::magic;
+  W c = at_least<W, T>(-E::bias, x);
+  if (!BOUNDED) c = at_most<W, T>(E::bias + 1, c);
+  const W shifted = c + E::magic;
   VI<T> bits;
   std::memcpy(&bits, &shifted, VECTOR_BYTES);
   bits <<= E::mantissa;
   std::memcpy(&scale, &bits, VECTOR_BYTES);
   return c - (shifted - E::magic);
 }
-template <class W> ALWAYS_INLINE W exp2_lanes(W x) {
+template <bool BOUNDED = false, class W> ALWAYS_INLINE W exp2_lanes(W x) {
   W scale;
-  const W r = split_power(x, scale);
+  const W r = split_power<BOUNDED>(x, scale);
   return exp2_poly(r) * scale;
 }
 #endif
@@ -235,6 +249,14 @@ template <class W> ALWAYS_INLINE void exp2_parts(W x, W& main, W& rest) {
 #endif
 // 2^x; 0 below the smallest normal number or half of it, infinity at 2^128 (2^1024) or half a power before; NaN stays NaN.
 template <class T> ALWAYS_INLINE V<T> exp2v(V<T> x) { return exp2_lanes(x); }
+// The same for x up to 1, one operation less without AVX-512.
+template <class T> ALWAYS_INLINE V<T> exp2v_of_decay(V<T> x) {
+#ifdef __AVX512F__
+  return exp2_lanes(x);
+#else
+  return exp2_lanes<true>(x);
+#endif
+}
 constexpr double LOG2E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
 // a / b for b from 1 to 3. With AVX-512 a division takes as long as 30 products: there from the estimated reciprocal, by

@@ -144,25 +144,31 @@ template <class T, bool SSD> struct Scan {
     x.du = x.delta * u, x.y = D * u;
     x.decay = head_decay(b, t, k), x.dropped = dropped(b, t, x.decay);
   }
-  // Whether decays are so near 1 that a state is the sum of many thousand tokens, in float32's rounding of its own: such
-  // states take `Exact` steps. step: a typical step size of the segment, or in Mamba-2 a decay.
+  // How states take their steps. Where decays are so near 1 that a state is the sum of many thousand tokens, in float32's
+  // rounding of its own, they are exact. step: a typical step size of the segment, or in Mamba-2 a decay.
   static ALWAYS_INLINE Vt typical_step(const Token* x, int64_t tokens) {  // of all, four are enough
     const int64_t at[] = {0, tokens / 4, tokens / 2, tokens * 3 / 4};
     Vt sum{};
     for (int64_t t : at) sum += SSD ? splat<T>(x[t].decay) : x[t].delta;
     return sum * T(0.25);
   }
-  template <int NS> ALWAYS_INLINE bool has_decays_near_1(const Block& k, Vt step, const Vt* A2) const {
-    if (SSD) return step[0] > T(1 - 1.0 / 2048) && step[0] <= 1;
+  // In Mamba-1 with softplus no decay exceeds 1 if no entry of A does.
+  enum class Steps { ROUNDED, OF_DECAYS, EXACT };
+  template <Steps STEPS> using With = std::integral_constant<Steps, STEPS>;
+  template <int NS, class F> ALWAYS_INLINE void with_steps(const Block& k, Vt step, const Vt* A2, F run) const {
+    if (SSD) {
+      const bool near_1 = step[0] > T(1 - 1.0 / 2048) && step[0] <= 1;
+      return near_1 ? run(With<Steps::EXACT>()) : run(With<Steps::ROUNDED>());
+    }
     Vt nearest = A2[0];
     for (int n = 1; n < NS; n++) nearest = A2[n] > nearest ? A2[n] : nearest;
     VI<T> lane;
     for (int l = 0; l < L; l++) lane[l] = l;
     const Vt exponents = lane < typename Bits<T>::Int(k.width) ? step * nearest : splat<T>(-1);
-    return lane_sum(exponents > T(-1.0 / 2048) ? splat<T>(1) : Vt{}) > 0;
+    if (lane_sum(exponents > T(-1.0 / 2048) ? splat<T>(1) : Vt{}) > 0) run(With<Steps::EXACT>());
+    else if (s.softplus && lane_sum(nearest > 0 ? splat<T>(1) : Vt{}) == 0) run(With<Steps::OF_DECAYS>());
+    else run(With<Steps::ROUNDED>());
   }
-  typedef std::true_type Exact;
-  typedef std::false_type Rounded;
   // What is added to the exponent of token t's decays in Mamba-1: less than half of what rounding moves a decay, so that
   // equal decays near 1 are not all rounded to the same side. Offsets of few tokens add up to little.
   static ALWAYS_INLINE Vt offset(int64_t t) {
@@ -182,10 +188,11 @@ template <class T, bool SSD> struct Scan {
   }
   // Runs NS states through a segment and adds C h to y. KEEPS: leaves in `kept` the states before the segment, then
   // each token's decays and states; else the last states are left, and what rounding has left of them in `rounded_off`.
-  // EXACT: Mamba-1's decays in two parts, both of which are left.
-  template <int NS, bool KEEPS, bool ADDS_Y, bool EXACT>
+  // In exact steps Mamba-1's decays are in two parts, both of which are left.
+  template <int NS, bool KEEPS, bool ADDS_Y, Steps STEPS>
   NEVER_INLINE void run_states(int64_t b, int64_t segment, const Block& k, int64_t n0, Token* x, const Vt* A2,
                                Vt* state, Vt* kept, Vt* rounded_off) const {
+    constexpr bool EXACT = STEPS == Steps::EXACT;
     const int64_t begin = segment * K, end = segment_end(segment);
     const T *B = states(s.B, b, begin, k) + n0, *C = states(s.C, b, begin, k) + n0;
     Vt now[NS], low[NS] = {}, rate[NS];
@@ -204,7 +211,8 @@ template <class T, bool SSD> struct Scan {
           else exp2_parts(delta * rate[n], decay, rest);
           now[n] = exact_step(decay, rest, now[n], du * B[n], low[n]);
         } else {
-          if (!SSD) decay = exp2v<T>(delta * rate[n] + to_either_side);
+          const Vt exponent = delta * rate[n] + to_either_side;
+          if (!SSD) decay = STEPS == Steps::OF_DECAYS ? exp2v_of_decay<T>(exponent) : exp2v<T>(exponent);
           now[n] = decay * now[n] + du * B[n];
         }
         if (ADDS_Y) y += now[n] * C[n];
@@ -253,13 +261,11 @@ template <class T, bool SSD> struct Scan {
     for (int64_t i = first; i < last; i++) {
       const Vt step = typical_step(tokens + (i - first) * K, end - begin);
       each_states([&](int64_t n, auto count) {
-        const auto run = [&](auto near) {
-          run_states<count.value, false, true, near.value>(b, segment, block[i], n, tokens + (i - first) * K,
-                                                           A2 + i * N + n, state + i * N + n, nullptr,
-                                                           rounded_off + i * N + n);
-        };
-        if (has_decays_near_1<count.value>(block[i], step, A2 + i * N + n)) run(Exact());
-        else run(Rounded());
+        with_steps<count.value>(block[i], step, A2 + i * N + n, [&](auto steps) {
+          run_states<count.value, false, true, steps.value>(b, segment, block[i], n, tokens + (i - first) * K,
+                                                            A2 + i * N + n, state + i * N + n, nullptr,
+                                                            rounded_off + i * N + n);
+        });
       });
     }
     for (int64_t t = begin; t < end; t++)
@@ -423,8 +429,8 @@ template <class T, bool SSD> struct Scan {
         const bool joins = advance(b, t + ahead, k, channels(s.delta_bias, 0, k), since);
         w.ahead[q] = {since.total, output_cotangent(b, t + ahead, k, gate), joins};
       }
-    Vt steps[BATCH];
-    for (int64_t i = first; i < last; i++) steps[i - first] = typical_step(&w.tokens[(i - first) * K], end - begin);
+    Vt typical[BATCH];
+    for (int64_t i = first; i < last; i++) typical[i - first] = typical_step(&w.tokens[(i - first) * K], end - begin);
     each_states([&](int64_t n, auto count) {
       constexpr int NS = count.value;
       for (int64_t i = first; i < last; i++) {
@@ -432,15 +438,15 @@ template <class T, bool SSD> struct Scan {
         Token* x = &w.tokens[(i - first) * K];
         const Vt* A2 = &w.A2[i * N + n];
         Vt *state = checkpoint(b, segment, i) + n, *kept = w.kept.data();
-        const auto run = [&](auto near) {
+        const auto run = [&](auto steps) {
+          constexpr Steps STEPS = WINDOWED ? Steps::ROUNDED : steps.value;
           // only the gate's gradient needs y again
-          if (s.z.data) run_states<NS, true, true, near.value>(b, segment, k, n, x, A2, state, kept, nullptr);
-          else run_states<NS, true, false, near.value>(b, segment, k, n, x, A2, state, kept, nullptr);
+          if (s.z.data) run_states<NS, true, true, STEPS>(b, segment, k, n, x, A2, state, kept, nullptr);
+          else run_states<NS, true, false, STEPS>(b, segment, k, n, x, A2, state, kept, nullptr);
           if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
-          sweep<NS, WINDOWED, near.value>(b, segment, k, n, x, w);
+          sweep<NS, WINDOWED, STEPS == Steps::EXACT>(b, segment, k, n, x, w);
         };
-        if (!WINDOWED && has_decays_near_1<NS>(k, steps[i - first], A2)) run(std::bool_constant<!WINDOWED>());
-        else run(Rounded());
+        with_steps<NS>(k, typical[i - first], A2, run);
       }
     });
     for (int64_t i = first; i < last; i++) w.dD[i] = w.dbias[i] = Vt{};
