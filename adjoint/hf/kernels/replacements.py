@@ -194,6 +194,7 @@ def _causal_conv1d(
         gradient.is_owned = gradient.is_owned is None
         if (tail := parts.tail) is not None:
             missing = weight.shape[1] - 1 - tail.shape[2]
+            # a tail that is too long is cut; a negative padding would copy it
             tail = F.pad(tail, (missing, 0)) if missing > 0 else tail[..., -missing:]
     x = hidden_states.transpose(1, 2)
     y = causal_conv1d(x.to(weight.dtype), weight, bias, tail, silu=silu)[0]

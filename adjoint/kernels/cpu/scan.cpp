@@ -439,14 +439,15 @@ template <class T, bool SSD> struct Scan {
         const Vt* A2 = &w.A2[i * N + n];
         Vt *state = checkpoint(b, segment, i) + n, *kept = w.kept.data();
         const auto run = [&](auto steps) {
-          constexpr Steps STEPS = WINDOWED ? Steps::ROUNDED : steps.value;
+          constexpr Steps STEPS = steps.value;
           // only the gate's gradient needs y again
           if (s.z.data) run_states<NS, true, true, STEPS>(b, segment, k, n, x, A2, state, kept, nullptr);
           else run_states<NS, true, false, STEPS>(b, segment, k, n, x, A2, state, kept, nullptr);
           if (WINDOWED && ahead) run_prefixes<NS>(b, segment, k, n, &w.ahead[(i - first) * K], w);
           sweep<NS, WINDOWED, STEPS == Steps::EXACT>(b, segment, k, n, x, w);
         };
-        with_steps<NS>(k, typical[i - first], A2, run);
+        if constexpr (WINDOWED) run(With<Steps::ROUNDED>());
+        else with_steps<NS>(k, typical[i - first], A2, run);
       }
     });
     for (int64_t i = first; i < last; i++) w.dD[i] = w.dbias[i] = Vt{};
