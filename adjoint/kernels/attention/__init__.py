@@ -57,9 +57,9 @@ def _lanes(q: Tensor) -> int:
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of the scores, (batch, heads, tokens), of one call of a kernel."""
     kernel, aten = _kernel(q), torch.ops.aten
-    if kernel == "compiled" and cpu.attends_faster(q.dtype):
+    if kernel == "compiled":
         return cpu.past_attention_forward(q, k, v, causal, scale)
-    if kernel in ("cpu", "compiled"):  # whose backward reads this output as well
+    if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if kernel == "flash":
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]

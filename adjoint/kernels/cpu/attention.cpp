@@ -27,7 +27,8 @@ struct AttentionArgs {
 };
 
 namespace {
-constexpr int64_t QUERIES = 64, KEYS = 128;
+// Of whole tiles (`in_tiles`).
+constexpr int64_t QUERIES = REGISTERS == 32 ? 64 : 96, KEYS = REGISTERS == 32 ? 128 : 96;
 
 template <class T> struct Attention {
   typedef V<T> Vt;

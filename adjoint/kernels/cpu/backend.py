@@ -779,11 +779,6 @@ def attention_lanes(dtype: torch.dtype) -> int:
     return _lanes(dtype) if _vector_bytes() > 16 else 0
 
 
-def attends_faster(dtype: torch.dtype) -> bool:
-    """Whether the compiled forward of attention is faster than PyTorch's: in float32 not with AVX2."""
-    return dtype == torch.float64 or _vector_bytes() >= 64
-
-
 def _attention_args(q, k, causal, scale, blocks) -> _AttentionArgs:
     batch, heads, queries, width = q.shape
     keys = k.shape[2]

@@ -501,7 +501,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     for (int64_t i = 0; i < rows; i++) {
       const int64_t width = padded(i + 1, WHOLE);
       own[i] = dP.row(i)[i];
-      for (int64_t j = i; j < width; j++) dP.row(i)[j] = dA.row(i)[j] = 0;
+      for (int64_t j = i; j < std::min(rows, padded(i + TILE_HEIGHT, WHOLE)); j++)  // to the end of the row's tile
+        dP.row(i)[j] = dA.row(i)[j] = 0;
       dbeta[i] -= dot(dA.row(i), A.row(i), width);
       scale_row(dA.row(i), dA.row(i), width, -beta[i]);
       if (!wide)

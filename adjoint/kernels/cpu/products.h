@@ -23,8 +23,12 @@ template <class T, int M, int W> ALWAYS_INLINE void add_product(V<T> (&sum)[M][W
   }
 }
 
-// body(sum, first row, first vector) for tiles of a result of `rows` x `vectors`, whose sums begin at zero. A tile is
-// as large as registers hold beside the factors; at the edges it is smaller.
+// Rows of a tile of two vectors each: as many as registers hold beside the factors. With fewer sums at a time than
+// multiply-adds are under way (2 x 4), a product would wait for itself.
+constexpr int TILE_HEIGHT = REGISTERS == 32 ? 8 : 6;
+
+// body(sum, first row, first vector) for tiles of a result of `rows` x `vectors`, whose sums begin at zero; at the
+// edges tiles are smaller.
 template <class T, int M, int W, class F> ALWAYS_INLINE void one_tile(int64_t i, int64_t v, F& body) {
   V<T> sum[M][W] = {};
   body(sum, i, v);
@@ -35,9 +39,9 @@ template <class T, int M, class F> ALWAYS_INLINE void tile_row(int64_t i, int64_
   if (v < vectors) one_tile<T, M, 1>(i, v, body);
 }
 template <class T, class F> ALWAYS_INLINE void in_tiles(int64_t rows, int64_t vectors, F body) {
-  constexpr int M = REGISTERS == 32 ? 8 : 4;
   int64_t i = 0;
-  for (; i + M <= rows; i += M) tile_row<T, M>(i, vectors, body);
+  for (; i + TILE_HEIGHT <= rows; i += TILE_HEIGHT) tile_row<T, TILE_HEIGHT>(i, vectors, body);
+  for (; i + 4 <= rows; i += 4) tile_row<T, 4>(i, vectors, body);
   for (; i + 2 <= rows; i += 2) tile_row<T, 2>(i, vectors, body);
   if (i < rows) tile_row<T, 1>(i, vectors, body);
 }
