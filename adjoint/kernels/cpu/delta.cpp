@@ -19,6 +19,7 @@
 //
 // The backward goes from block to block with S's cotangent and computes all but S again. Blocks end at multiples of
 // 64 tokens, whose states are saved, and where a document begins, whose state is zero.
+#include <algorithm>
 #include <memory>
 #include <type_traits>
 
@@ -501,8 +502,8 @@ template <class T> class Delta : DeltaRule<T, DeltaArgs> {
     for (int64_t i = 0; i < rows; i++) {
       const int64_t width = padded(i + 1, WHOLE);
       own[i] = dP.row(i)[i];
-      for (int64_t j = i; j < std::min(rows, padded(i + TILE_HEIGHT, WHOLE)); j++)  // to the end of the row's tile
-        dP.row(i)[j] = dA.row(i)[j] = 0;
+      const int64_t end = std::max(width, std::min(rows, i + TILE_HEIGHT));  // of what products read of the row's tile
+      for (int64_t j = i; j < end; j++) dP.row(i)[j] = dA.row(i)[j] = 0;
       dbeta[i] -= dot(dA.row(i), A.row(i), width);
       scale_row(dA.row(i), dA.row(i), width, -beta[i]);
       if (!wide)
