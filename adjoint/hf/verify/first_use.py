@@ -42,7 +42,7 @@ from adjoint.engine.verification import (
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
+from adjoint.hf.call import LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
@@ -313,8 +313,7 @@ def verify(call: Call) -> Verification:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
-    names = tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in call.provided])
-    packed_key = "packed", names, call.arguments.get("use_cache")
+    packed_key = "packed", call.document_inputs, call.arguments.get("use_cache")
     tries_documents = call.is_packed and packed_key not in verification.results
     needs = kind.padded, call.reads_padding, call.is_padded_left, tries_documents
     padded, reads_padding, is_padded_left, any_tries_documents = map(
@@ -428,9 +427,6 @@ def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequenc
 
     Args:
         names: `Call.unknown_inputs`, or for a whole sequence `Call.unknown_to_backbone`.
-
-    Raises:
-        Refused: an input is read by the model.
     """
     for name in names:
         if not verification.compute_once(
@@ -441,14 +437,10 @@ def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequenc
 
 
 def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
-    """Refuse a call's documents if the model's own code does not keep them apart.
-
-    Raises:
-        Refused: it does not, for the form in which they are described.
-    """
-    (has_numbers,) = current_weights(call.model).largest(bool(call.document_arguments))
-    if has_numbers:  # in any process that holds a part of the weights
-        names = call.document_arguments or ("seq_idx",)
+    """Refuse documents that the model's own code does not keep apart, as the call describes them."""
+    is_numbered = call.numbers_documents
+    if current_weights(call.model).largest(is_numbered)[0]:  # in any process that holds a part of the weights
+        names = call.document_inputs if is_numbered else ("seq_idx",)
         with in_eval_mode(call.model):
             verification.compute_once(names, refuse_if_documents_mix, call.model, names)
 
