@@ -108,6 +108,11 @@ class WrapState:
         self.values_asked: ValueRequest | None = None
         self.programs = Programs()
 
+    @property
+    def runs_chunks(self) -> bool:
+        """Whether calls run by chunks now."""
+        return self.method.has_chunks and not self.uses_original_forward
+
     @contextlib.contextmanager
     def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:
         """Hold the model for a call of the user's; in it `holdings` are remembered.
