@@ -555,7 +555,9 @@ class ChunkCache(DynamicCache):
             layers = [LinearAttentionLayer(number_of_states=states) for _ in range(number)]
         if is_of_fla(config):
             for index, window in attention_windows(config).items():
-                layers[index] = _attention_cache_layer(window)
+                name = "DynamicLayer" if window is None else "DynamicSlidingWindowLayer"
+                settings = {} if window is None else {"sliding_window": window}
+                layers[index] = CACHE_LAYERS[name](**settings)
         for index in recurrent_layers_unnamed(config):
             layers[index] = LinearAttentionLayer()
         layers = [*layers, *(layers[k] for k in looped_layers(config.get_text_config()))]
@@ -671,13 +673,6 @@ class _FLAInterface:
                 layer.store_state(name, index, value)
         if ffn_state is not None:
             layer.store_state("recurrent", FLA_RECURRENT_STATES, ffn_state)
-
-
-def _attention_cache_layer(window: int | None) -> CacheLayerMixin:
-    """Return transformers' cache layer of attention to all tokens, or to a window of them."""
-    if window is None:
-        return CACHE_LAYERS["DynamicLayer"]()
-    return CACHE_LAYERS["DynamicSlidingWindowLayer"](sliding_window=window)
 
 
 def _single_or_tuple(states: Iterable[Tensor | None]) -> Tensor | tuple[Tensor, ...] | None:

@@ -402,11 +402,7 @@ def why_not_from_batch_to_batch(model: PreTrainedModel) -> str | None:
 def refuse_if_states_are_lost(model: PreTrainedModel, slots: Sequence[Slot]) -> None:
     """Refuse a model whose hidden states of a few tokens differ where transformers' cache carried its state.
 
-    Both runs have the same chunks, so that only what the cache keeps can differ.
-
-    Raises:
-        Refused: it does.
-    """
+    Both runs have the same chunks, so that only what the cache keeps can differ."""
     ids, _ = example_tokens(model)
 
     def run(ids: Tensor, carried: CarriedState | None = None) -> tuple[Tensor, CarriedState]:

@@ -141,17 +141,12 @@ class EmbeddingNoise:
     @contextlib.contextmanager
     def in_chunk(self, tokens: int) -> Iterator[None]:
         """Scale the noise of a chunk of `tokens` tokens for the time of the context."""
-        if self.seqlen is None or not self.modules:
+        share = 1.0 if self.seqlen is None else tokens / self.seqlen
+        with contextlib.ExitStack() as stack:
+            for module in self.modules:
+                alpha = vars(module)[_ALPHA] * share**0.5
+                stack.callback(override_attribute(module, _ALPHA, alpha))
             yield
-            return
-        before = [vars(module)[_ALPHA] for module in self.modules]
-        try:
-            for module, alpha in zip(self.modules, before, strict=True):
-                vars(module)[_ALPHA] = alpha * (tokens / self.seqlen) ** 0.5
-            yield
-        finally:
-            for module, alpha in zip(self.modules, before, strict=True):
-                vars(module)[_ALPHA] = alpha
 
 
 def has_embedding_noise(model: nn.Module) -> bool:

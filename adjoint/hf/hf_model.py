@@ -203,10 +203,8 @@ def backward_context(verification: Verification) -> ContextFactory:
     """Return a context for the backward: the model as it is now, locked against other threads."""
     if not torch.is_grad_enabled() or verification.holding.kind.is_gathered:
         return contextlib.nullcontext
-    lock, forward_state = (
-        verification.wrap_state.lock,
-        ForwardState(verification.model, verification.snapshot),
-    )
+    lock = verification.wrap_state.lock
+    forward_state = ForwardState(verification.model, verification.snapshot)
 
     @contextlib.contextmanager
     def restored_model() -> Iterator[None]:

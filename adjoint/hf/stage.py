@@ -334,9 +334,7 @@ class Backbone(Stage):
                 return self.run(x, state, chunk)
 
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
-            y, after, pullback = tile.linearize(call, self.trained_parameters, x, state, gradients)
-
-        return y, after, pullback
+            return tile.linearize(call, self.trained_parameters, x, state, gradients)
 
     def linearize_again(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients

@@ -72,9 +72,6 @@ def gradients_by_autograd(
     """
     tokens = TOKENS - PADDED_TOKENS if padded else TOKENS
 
-    def of_real_tokens(hidden: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        return {name: [piece[:, :tokens] for piece in pieces] for name, pieces in hidden.items()}
-
     def run(
         model: PreTrainedModel, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]
     ) -> LossAndGradients:
@@ -84,7 +81,8 @@ def gradients_by_autograd(
                 value, by_parameter = weights.loss_and_gradients(
                     followed, lambda: weights.run(lambda: loss(model, ids, labels))
                 )
-            return LossAndGradients(value, [by_parameter.get(p) for p in followed], of_real_tokens(hidden))
+            hidden = {name: [piece[:, :tokens] for piece in pieces] for name, pieces in hidden.items()}
+            return LossAndGradients(value, [by_parameter.get(p) for p in followed], hidden)
 
     return run
 

@@ -192,9 +192,6 @@ def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> Non
 
     Args:
         names: names of the call's inputs that describe the documents.
-
-    Raises:
-        Refused: a document's tokens attend to earlier documents.
     """
     if not _hides_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
