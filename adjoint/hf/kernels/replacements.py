@@ -56,7 +56,7 @@ class ReplacementPlan:
     """Replacements in a model, valid as long as the model's snapshot; it keeps no module alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.functions = _functions_by_namespace(model)
+        self.functions = functions_by_namespace(model)
         self.rows, self.mixers, self.pickers = replacement_rows(model), _mixers(model), key_pickers(model)
         self.has_fla_modules = any(map(fla.is_of_fla, model.modules()))
 
@@ -333,15 +333,7 @@ REGISTRIES: FunctionReplacements = [
 ]
 
 
-def function_replacements(model: nn.Module) -> FunctionReplacements:
-    """Return the mappings in which a model's code looks up functions, with ours for each.
-
-    They are the namespaces of the Python modules that define the model's classes, transformers' registries,
-    and fla's modules that hold a function as an attribute."""
-    return [*_functions_by_namespace(model), *fla.activation_replacements(model), *REGISTRIES]
-
-
-def _functions_by_namespace(model: nn.Module) -> FunctionReplacements:
+def functions_by_namespace(model: nn.Module) -> FunctionReplacements:
     """Return the namespaces of the Python modules that define a model's classes, each with our functions."""
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
