@@ -84,6 +84,7 @@ from adjoint.hf.verify.trials import (
     warn_of_idle_adapters,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.kernels import dispatch
 from adjoint.kernels.checks import outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import Holding
@@ -142,7 +143,7 @@ class Verification:
         self.model_ref, self.snapshot, self.parts = weakref.ref(model), snapshot, StageParts(model)
         self.wrap_state = wrap_state_or_original(model)
         self.holding, self.outer_classes, self.fetches = holding, outer_classes, False
-        self.autocast_dtype = _autocast_dtype(holding.device)
+        self.autocast_dtype = dispatch.autocast_dtype(holding.device)
         self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
 
@@ -225,11 +226,6 @@ class Verification:
         return method.engine_spec(seqlen, size, starts)
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return autocast's dtype on a device, or None if it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 def _outer_classes(model: nn.Module) -> Sequence[type]:
     """Return the classes of all modules of what was wrapped, if that is a module around the model."""
     root = root_of(model)
@@ -251,7 +247,7 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
             for verification in wrap_state.verifications
             if verification.model_ref() is model
             and verification.outer_classes == outer_classes
-            and verification.autocast_dtype == _autocast_dtype(verification.holding.device)
+            and verification.autocast_dtype == dispatch.autocast_dtype(verification.holding.device)
             and not verification.snapshot.difference(snapshot)
         ]
 
@@ -360,11 +356,7 @@ def verify(call: Call) -> Verification:
 def refuse_different_parts(call: Call, holding: Holding) -> None:
     """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
 
-    Their collectives would not meet, or add up parts of different tokens.
-
-    Raises:
-        UserError: they do.
-    """
+    Their collectives would not meet, or add up parts of different tokens."""
     if not (groups := holding.tensor_parallel_groups):
         return
     model = call.model
@@ -420,14 +412,10 @@ def verify_pieces(call: Call) -> Verification:
 
 
 def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequence[str]) -> None:
-    """Refuse inputs that chunks do not support and that the model reads.
+    """Refuse inputs that the model reads, of `Call.unknown_inputs` or `Call.unknown_to_backbone`.
 
     Inputs that its own forward does not read, such as a data set's column that a trainer passes on, are
-    ignored.
-
-    Args:
-        names: `Call.unknown_inputs`, or for a whole sequence `Call.unknown_to_backbone`.
-    """
+    ignored."""
     for name in names:
         if not verification.compute_once(
             ("ignored", name, call.has_labels), ignores_input, call.model, name, call.has_labels
