@@ -711,13 +711,7 @@ def why_no_recurrence(config: PreTrainedConfig) -> str | None:
 
 @functools.cache  # a cache is made for every chunk
 def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> type[ChunkCache]:
-    """Return a subclass of `ChunkCache` and of a class that a model requires.
-
-    Args:
-        prefix: of the new class's name.
-        module, name: of the required class.
-        mixins: classes whose methods come before `ChunkCache`'s.
-    """
+    """Return a subclass of mixins, `ChunkCache` and a class of a module, by name, which a model requires."""
     required_class = getattr(importlib.import_module(module), name)
     return type(f"{prefix}ChunkCache", (*mixins, ChunkCache, required_class), {})
 

@@ -120,12 +120,7 @@ class Padding:
     def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
         """Return the attention mask of the chunk [start, stop), or None if no row of the chunk is padded.
 
-        Args:
-            attended: number of tokens before the chunk that its queries attend to.
-
-        Returns:
-            (rows, attended + chunk) int64.
-        """
+        It is (rows, attended + chunk) int64: queries attend to so many tokens before the chunk."""
         if not bool(self.is_padded_token[start:stop].any()):
             return None
         return self.is_real[:, self.past_tokens + start - attended : self.past_tokens + stop].long()

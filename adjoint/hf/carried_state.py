@@ -263,11 +263,7 @@ def _empty_cache(model: PreTrainedModel, rows: int, device: torch.device) -> Dyn
 
 
 def _list_states(cache: object, values: Mapping[Slot, Tensor], dtype: torch.dtype, tokens: int) -> None:
-    """Put recurrent states into a cache that lists its states.
-
-    Args:
-        dtype: in which the model's own forward has them. tokens: number of tokens of the document.
-    """
+    """Put recurrent states after so many tokens into a cache that lists its states, in the model's dtype."""
     attributes = vars(cache)
     for slot, value in values.items():
         if "linear_cache" in attributes:

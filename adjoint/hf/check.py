@@ -83,12 +83,8 @@ def refuse_logit_penalty(model: PreTrainedModel) -> None:
 
 
 def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[str, ...] = ()) -> None:
-    """Refuse losses beside the labels' cross-entropy.
-
-    Args:
-        routed: whether the routers' loss is asked for.
-        supported: names of settings whose losses are supported.
-    """
+    """Refuse losses beside the labels' cross-entropy: the routers' if that is asked for (`routed`), and those
+    of settings, but for the `supported` ones."""
     if routed and ROUTER_LOGITS not in supported:
         refuse(
             model,

@@ -33,12 +33,7 @@ class ChunkContext:
     """The context in which chunks run: our functions and forwards, and no gradient checkpointing.
 
     The backbone's forward is transformers' own in it: a chunk is no call of the user's, which would enter the
-    class that `wrap` has given it.
-
-    Args:
-        model: that runs, a backbone or a causal LM.
-        plan: of this model as it is now.
-    """
+    class that `wrap` has given it."""
 
     def __init__(self, model: PreTrainedModel, plan: ReplacementPlan) -> None:
         backbone = backbone_of(model)
@@ -130,7 +125,6 @@ class EmbeddingNoise:
     from PyTorch's generator, as dropout is, so that a chunk that is recomputed gets the same noise.
 
     Args:
-        model: whose embeddings may have noise.
         seqlen: tokens of a row of the call, padding included; None leaves alpha as it is.
     """
 

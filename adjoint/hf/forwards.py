@@ -417,19 +417,15 @@ def _warn_not_chunked(call: Call) -> None:
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
     the usual kind. Padding after a cache of keys and values alone is left to the own forward."""
-    is_alone = wrap_state.group is None and not current_weights_type(call.model).is_gathered
+    model = call.model
     return (
         call.carries_state
         and wrap_state.method.has_chunks
-        and is_alone
-        and why_not_carried(call.model) is None
-        and not (call.hides_cached_tokens and _has_keys_alone(call.model))
+        and wrap_state.group is None
+        and not current_weights_type(model).is_gathered
+        and why_not_carried(model) is None
+        and not (call.hides_cached_tokens and all(s.grows is not None for s in verification_of(model).slots))
     )
-
-
-def _has_keys_alone(model: PreTrainedModel) -> bool:
-    """Whether a model has no state but keys and values."""
-    return all(slot.grows is not None for slot in verification_of(model).slots)
 
 
 def _after_cache(call: Call, returns_state: bool) -> Call:

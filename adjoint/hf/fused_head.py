@@ -67,12 +67,7 @@ def _forward_by_chunks(
     request: ValueRequest,
     output_class: Callable[..., ModelOutput],
 ) -> Callable[..., ModelOutput]:
-    """Return a method in place of TRL's.
-
-    Args:
-        fused: TRL's own. forward_of_model: the one before it.
-        output_class: of TRL's outputs.
-    """
+    """Return a method in the place of TRL's own, `fused`, which calls the forward that was there before."""
 
     @functools.wraps(fused)
     def forward(

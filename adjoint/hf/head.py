@@ -279,11 +279,7 @@ def summed_loss(
 
 
 def _zero_with_gradient(logits: Tensor, factor: Tensor) -> Tensor:
-    """Return 0, whose gradient is `factor` times each token's largest logit, at that logit.
-
-    Args:
-        logits: (tokens, vocab).
-    """
+    """Return 0, whose gradient is `factor` times the largest of a token's logits (tokens, vocab), at it."""
     largest = logits.max(dim=-1).values  # amax would share the gradient among equal logits
     penalty = 0.5 * factor * largest.square().sum()
     return penalty - penalty.detach()
@@ -322,12 +318,9 @@ def logprobs(
 
 
 def entropies(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
-    """Return the entropy of each prediction, (tokens,), in float32 at least, by slices; without gradients.
+    """Return the entropy (tokens,) of each prediction of hidden states (tokens, hidden_size).
 
-    Args:
-        hidden: (tokens, hidden_size).
-        temperature: divides the logits.
-    """
+    It is in float32 at least, has no gradient, and is computed by slices."""
     pieces = []
     with torch.no_grad(), fetched(model.get_output_embeddings()):
         for piece in hidden.split(tokens_per_slice(len(hidden), vocab_size_of(model), hidden.is_cuda)):

@@ -208,11 +208,8 @@ def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor)
 def _is_hidden(layer: nn.Module, name: str) -> bool:
     """Whether code that reads a linear map's result may keep the whole model's modules, in a copy of it too.
 
-    No trial on a copy would find that: it is a hook, or a forward set on one of the modules around the map.
-
-    Args:
-        name: of the linear map in its layer.
-    """
+    No trial on a copy would find that: it is a hook, or a forward set on one of the modules around the map of
+    this name."""
     parents = [name[:i] for i, character in enumerate(name) if character == "."]
     modules = [layer.get_submodule(parent) for parent in ("", *parents)]
     return any("forward" in vars(module) or has_hooks_on_result(module) for module in modules)

@@ -254,11 +254,7 @@ def causal_lm_of(model: nn.Module, caller: str, others: str = "") -> PreTrainedM
 
 
 def refuse_unreachable_head(lm: PreTrainedModel, caller: str) -> None:
-    """Raise a UserError for a model whose head cannot be applied outside of its own forward.
-
-    Args:
-        caller: stands before the message.
-    """
+    """Raise a UserError of `caller` for a model whose head works in its own forward alone."""
     if not torch.is_grad_enabled():
         return
     if weights_type(lm).copies_from_host:

@@ -122,13 +122,7 @@ def gradient_functions(
     """Return the two ways to compute a loss and its gradients: of the whole, and by chunks.
 
     The loss is the causal LM's or, if the kind has none, a weighted sum of the backbone's hidden states. If
-    the kind is shared, chunks run as on the ranks of a group.
-
-    Args:
-        method: the model's method.
-        kind: of the call that is compared.
-        fetches: as in `Backbone`.
-    """
+    the kind is shared, chunks run as on the ranks of a group."""
 
     def loss_of_whole(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
         call = example_call(model, ids, labels, kind)
