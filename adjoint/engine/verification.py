@@ -353,11 +353,8 @@ def embeddings_rounded(embedding: nn.Module, eps: float = 0.0) -> Iterator[None]
         step = max(eps, *(torch.finfo(dtype).eps for dtype in dtypes if dtype is not None))
         return output * (1 + step * some_numbers(*output.shape)).to(output)
 
-    hook = embedding.register_forward_hook(move)
-    try:
+    with embedding.register_forward_hook(move):
         yield
-    finally:
-        hook.remove()
 
 
 def _first_difference(reference: Results, chunks: Results, chunk_size: int | None) -> str | None:

@@ -132,16 +132,12 @@ class LargeMasks(TorchFunctionMode):
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
         """Enter the context, and note which module runs."""
-        handles = (
+        with (
             nn.modules.module.register_module_forward_pre_hook(self._begin),
             nn.modules.module.register_module_forward_hook(self._end, always_call=True),
-        )
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            self,
+        ):
+            yield
 
     def _begin(self, module: nn.Module, _: object) -> None:
         if module in self.names:

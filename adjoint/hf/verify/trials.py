@@ -4,6 +4,7 @@ The gradients of a few tokens are compared in `trial_gradients`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -312,15 +313,11 @@ def idle_adapters(
     if not weights:
         return []
     called: set[str] = set()
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        for name in weights
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in weights:
+            module = model.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
         gradients = compute_gradients([weight for names in weights.values() for weight in names])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [
         name
         for name, names in sorted(weights.items())
