@@ -405,22 +405,16 @@ def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
             name: table.get(name, f) for name, f in originals.items() if name in always or is_hub_function(f)
         }
         functions.append((names, ours))
-    with _dispatchers_installed(functions), _without_fused_loss(model):
+    fused_losses = ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ()
+    with _dispatchers_installed(functions), contextlib.ExitStack() as stack:
+        for setting in fused_losses:
+            if getattr(model.config, setting, False):
+                stack.callback(override_attribute(model.config, setting, False))
         _thread_state.references += 1
         try:
             yield
         finally:
             _thread_state.references -= 1
-
-
-@contextlib.contextmanager
-def _without_fused_loss(model: PreTrainedModel) -> Iterator[None]:
-    """Make an fla model compute its loss by PyTorch, for the time of the context."""
-    with contextlib.ExitStack() as stack:
-        for setting in ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ():
-            if getattr(model.config, setting, False):
-                stack.callback(override_attribute(model.config, setting, False))
-        yield
 
 
 @contextlib.contextmanager

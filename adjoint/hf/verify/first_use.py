@@ -323,10 +323,7 @@ def verify(call: Call) -> Verification:
 
     if reads_padding:
         key = _padding_key(kind)
-
-        def compare_padded() -> float:
-            return verification.compute_once(key[1], compare_gradients, key[1])
-
+        compare_padded = functools.partial(verification.compute_once, key[1], compare_gradients, key[1])
         works = verification.compute_once(key, reproduces_padding, model, compare_padded)
         kind = kind if kind.loss else kind._replace(padded=works)
     elif not kind.loss:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,8 +126,14 @@ def gradient_functions(
 
     def loss_of_whole(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
         call = example_call(model, ids, labels, kind)
-        with feeding_whole(call) as fed_call:
-            output = fed_call.run_original(use_cache=False, return_dict=True)
+        feeds: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if (language_inputs := call.language_inputs) is not None:
+            inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
+            outer = outer_inputs(model, inputs, language_inputs.tokens)
+            call = dataclasses.replace(call, arguments={**call.arguments, **outer})
+            feeds = feeding(model, inputs)
+        with feeds:
+            output = call.run_original(use_cache=False, return_dict=True)
         if not kind.loss:
             return WeightedSum.sum(output[0])
         if not kind.routed:
@@ -161,19 +167,6 @@ def example_call(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: Call
         return Call(model, inputs)
     types = torch.tensor(EXAMPLE_TOKEN_TYPES, device=ids.device)[None]
     return Call(model, inputs, kind.language_layout.example(ids, inputs.pop(EMBEDS), types))
-
-
-@contextlib.contextmanager
-def feeding_whole(call: Call) -> Iterator[Call]:
-    """Let the model's own forward run on a call's language inputs, if it has any, as a whole; yield the call
-    for it."""
-    if (language_inputs := call.language_inputs) is None:
-        yield call
-        return
-    inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
-    outer = outer_inputs(call.model, inputs, language_inputs.tokens)
-    with feeding(call.model, inputs):
-        yield dataclasses.replace(call, arguments={**call.arguments, **outer})
 
 
 def example_inputs(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:
