@@ -203,8 +203,8 @@ MUTATIONS: dict[str, Mutation] = {
     "embedding-noise": Mutation(
         "NEFTune's noise has the size that it has in the whole sequence",
         "hf/chunk_context.py",
-        "vars(module)[_ALPHA] = alpha * (tokens / self.seqlen) ** 0.5",
-        "vars(module)[_ALPHA] = alpha",
+        "share = 1.0 if self.seqlen is None else tokens / self.seqlen",
+        "share = 1.0",
         "tests/hf/test_embedding_noise.py",
     ),
     "topk": Mutation(

@@ -47,11 +47,7 @@ def meet(
 
 
 def decline(meeting: str, rank: int, world: int, why: str) -> None:
-    """Come to the meeting only to say why this process does not take part; the others then end with that.
-
-    Args:
-        meeting, rank, world: as `meet`'s.
-    """
+    """Come to the meeting only to say why this process does not take part; the others then end with that."""
     with contextlib.suppress(ConnectionError):
         store = _store(meeting, rank, world, DECLINE_TIMEOUT)
         network.decline(store, rank, world, why)

@@ -269,11 +269,7 @@ class PipelineWorker:
     def _refuse_different_parts(self) -> None:
         """Refuse workers with the same layers whose buffers, frozen weights, settings or hooks differ; once.
 
-        They compute parts of one gradient, and hosts may differ in their code.
-
-        Raises:
-            UserError: they do.
-        """
+        They compute parts of one gradient, and hosts may differ in their code."""
         layout, layers = self.spec.layout, self.span
         peers = layout.with_same_weights(self.spec.shard, layout.tensor_rank(self.spec.rank))
         if self.agreed or self.transport is None or len(peers) < 2:

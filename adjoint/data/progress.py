@@ -105,11 +105,7 @@ class Progress:
 
 
 class Waiting(Progress):
-    """Context of a call without units, which writes lines on a terminal, too.
-
-    Args:
-        task, expected_s: as in `Progress`.
-    """
+    """Context of a call without units, which writes lines on a terminal, too."""
 
     def __init__(self, task: str, expected_s: float | None = None) -> None:
         super().__init__(task, None, "", expected_s)

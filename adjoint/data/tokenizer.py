@@ -386,12 +386,8 @@ def describe_boundaries(tokenizer: Tokenizer) -> str:
 
 
 def special_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, int | None]:
-    """Return the tokens that begin and end a text in training, and the padding token, by the keys of a
-    config.json.
-
-    Args:
-        folder: with the tokenizer's files.
-    """
+    """Return the tokens that begin and end a text in training, and the padding token of a tokenizer's folder,
+    by the keys of a config.json."""
     begin, end = tokenizer.bos_ids, tokenizer.separator_ids
     padding = _token_name(_configured(folder, "pad_token"))
     ids: dict[str, int | None] = {

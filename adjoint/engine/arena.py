@@ -34,11 +34,7 @@ def specs_of(tensors: Iterable[Tensor | None]) -> tuple[Spec | None, ...]:
 
 
 class Places:
-    """Consecutive places in an `Arena`, one per tensor; None for a tensor that is not there.
-
-    Args:
-        start: bytes before the first place.
-    """
+    """Consecutive places in an `Arena` from byte `start` on, one per tensor; None for one that is absent."""
 
     def __init__(self, specs: Sequence[Spec | None], start: int) -> None:
         self.specs, self.start, self.stop = specs, start, start

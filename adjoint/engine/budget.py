@@ -87,11 +87,7 @@ _measured: Any = WeakTensorKeyDictionary()
 
 
 def measurements_of(parameters: list[Tensor]) -> dict[Hashable, ChunkMemory]:
-    """Return the measurements of a model by kind of batch; the caller adds to them.
-
-    Args:
-        parameters: the model's parameters.
-    """
+    """Return the measurements of a model by kind of batch; the caller adds to them."""
     return _measured.setdefault(parameters[0], {})
 
 

@@ -29,6 +29,7 @@ from adjoint.engine.verification import (
     verify,
 )
 from adjoint.errors import UserError
+from adjoint.kernels import dispatch
 from adjoint.kernels.checks import computes_as, outside_inference_mode, ungathered_class
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
@@ -89,7 +90,7 @@ def kind_of(stage: Layer, dtype: torch.dtype, device: torch.device) -> Hashable:
         (type(m), *map(id, (*m._forward_hooks.values(), *m._forward_pre_hooks.values())))
         for m in stage.block.modules()
     ]
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    autocast = dispatch.autocast_dtype(device)
     layer = hash((*shapes, *hooks))
     return layer, dtype, autocast, device.type, stage.block.training, stage.recompute
 

@@ -95,9 +95,6 @@ class Distribution:
     ) -> Grid:
         """Check that all workers run the same step; return its grid, with the same random cuts on all.
 
-        Args:
-            executor: that was made for it. parameters: of all stages.
-
         Raises:
             UserError: the workers' arguments differ.
         """

@@ -185,7 +185,8 @@ class Executor(TileValues):
         none: list[Cotangents] = [(None,) * len(state) for state in self.batch.states]
         self.scale, self.grid, self.is_last_backward = scale, grid or self.grid, is_last
         self.gradients.begin_backward(scale)
-        self.rounds_finished_sums = rounds_sums and not self.gradients.has_unlisted
+        unlisted = self.gradients.unlisted_leaves
+        self.rounds_finished_sums = rounds_sums and not (unlisted.leaves or unlisted.precomputed)
         if self.head_gradients is not None and scale is not None:
             self._scale_head_gradients(scale, is_last)
         self.d_final, self.d_initial = none if d_final is None else list(d_final), list(none)

@@ -18,11 +18,7 @@ from adjoint.layers import State
 
 
 class HiddenStates:
-    """Storage for the hidden states of a sequence's last tokens.
-
-    Args:
-        tokens: number of tokens to store.
-        first_token: index of the first of them in the sequence.
+    """Storage for the hidden states of a sequence's last `tokens` tokens, the first being `first_token`.
 
     Attributes:
         hidden: (batch, tokens, hidden_size) after the forward.

@@ -184,11 +184,7 @@ class Transfers:
 
     Gradients leave on another stream. Before one leaves, the host waits until what is under way, together
     with it, is no more than a layer's: else gradients would pile up on the device where the link is slower,
-    and in host memory where adding is.
-
-    Args:
-        device: the device that computes. layers: in the order in which they run.
-    """
+    and in host memory where adding is."""
 
     def __init__(self, device: torch.device, layers: Sequence[nn.Module]) -> None:
         self.device, self.classes = device, dict[type[nn.Module], type[nn.Module]]()

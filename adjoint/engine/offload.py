@@ -15,11 +15,7 @@ class HostCopies:
     They run in the order in which they are queued: what is stored is there when it is fetched, and has been
     fetched when its memory is written again. On the GPU, each direction has two buffers: one travels while
     kernels fill or read the other. Tensors that kernels use are thus never a copy's, and their memory may be
-    freed as if there were one stream.
-
-    Args:
-        device: the GPU.
-    """
+    freed as if there were one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -89,11 +85,7 @@ class HostCopies:
 
 
 class _Buffer:
-    """Memory on the device that copies and kernels use in turn.
-
-    Args:
-        device: the GPU. stream: that of the copies.
-    """
+    """Memory on the device that kernels, and copies on a stream of theirs, use in turn."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.device, self.stream = device, stream

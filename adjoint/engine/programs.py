@@ -71,12 +71,7 @@ MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2
 
 
 class GraphSweep(Sweep):
-    """A `Sweep` whose tiles are recorded and replayed.
-
-    Args:
-        programs: the recordings, which outlive the step.
-        device: of the step.
-    """
+    """A `Sweep` whose tiles are recorded and replayed; the recordings outlive the step."""
 
     def __init__(
         self,
@@ -899,10 +894,6 @@ class Replayed(StageAround):
     @property
     def is_loss(self) -> bool:
         return self.stage.is_loss
-
-    @property
-    def precisions(self) -> Set[torch.dtype]:
-        return self.stage.precisions
 
     def parts(self, state: State) -> list[tuple[Stage, State]]:
         return self.stage.parts(state)

@@ -16,9 +16,6 @@ class RecordedPast:
     To `kernels.attention` it is a `PastInParts` with one part, which is this object itself: attention reads
     the keys there. Their cotangent takes their place, as each is read before its own cotangent is written.
 
-    Args:
-        values: the copy. dim: along which it grows.
-
     Attributes:
         tokens_done: number of tokens, from the first on, of which the recording writes the cotangent.
         is_unread: whether nobody has read the values since they were joined to a chunk's own.

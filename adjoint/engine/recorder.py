@@ -24,11 +24,7 @@ class Recorder(abc.ABC):
 
 
 class CUDAGraphs(Recorder):
-    """Recordings as CUDA graphs, which share the memory between their inputs and results.
-
-    Args:
-        device: the GPU that they are of.
-    """
+    """Recordings as CUDA graphs, which share the memory between their inputs and results."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)

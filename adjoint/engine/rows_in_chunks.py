@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from adjoint.batch import Batch
@@ -37,10 +36,6 @@ class RowsInChunks(StageAround):
     def __init__(self, stage: Stage, one_row: State, rows_at: Mapping[int, int]) -> None:
         super().__init__(stage)
         self.one_row, self.rows_at = one_row, rows_at
-
-    @property
-    def precisions(self) -> Set[torch.dtype]:
-        return self.stage.precisions
 
     def running(self) -> contextlib.AbstractContextManager[object]:
         return self.stage.running()

@@ -97,11 +97,8 @@ def _by_segments(
     run_call: Callable[..., ResultT],
     returns_states: bool,
 ) -> tuple[list[Tensor], list[State]]:
-    """Return each segment's loss or hidden states, and the call's final states with `returns_states`.
-
-    Args:
-        run_call: `run_loss` or `run_hidden`.
-    """
+    """Return each segment's loss or hidden states, of `run_loss` or `run_hidden`, and with `returns_states`
+    the call's final states."""
     segments, pieces = shared.segments, list[Tensor]()
     parents = {segment.parent for segment in segments}
 

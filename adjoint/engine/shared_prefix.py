@@ -181,12 +181,8 @@ def _branch(
 
 
 def spans_of(starts: Sequence[Sequence[int]], seqlen: int) -> list[range]:
-    """Return the tokens of each document, counted through all rows of a batch.
-
-    Args:
-        starts: first tokens of the documents of each row, 0 first.
-        seqlen: number of tokens of each row.
-    """
+    """Return the tokens of each document, counted through all rows of a batch, of `seqlen` tokens each, in
+    which documents begin at `starts`, 0 first."""
     return [
         range(row * seqlen + start, row * seqlen + stop)
         for row, row_starts in enumerate(starts)
@@ -301,11 +297,7 @@ def run_segments(
 
 
 def states_in_batch_order(segments: Sequence[Segment], final: dict[int, list[State]]) -> list[State]:
-    """Return the states after all rows, in the order of the batch's rows.
-
-    Args:
-        final: from `run_segments`.
-    """
+    """Return the states after all rows, from `run_segments`, in the order of the batch's rows."""
     return [
         tuple(
             _in_batch_order(segments, dict(zip(final, tensors, strict=True)))

@@ -230,11 +230,7 @@ class Stage(abc.ABC):
 
 
 class StageAround(Stage):
-    """A stage that runs another one in its own way, and says of itself what that one says.
-
-    Args:
-        stage: the other one.
-    """
+    """A stage that runs another one in its own way, and says of itself what that one says."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -246,6 +242,10 @@ class StageAround(Stage):
     @property
     def fetches(self) -> bool:
         return self.stage.fetches
+
+    @property
+    def precisions(self) -> Set[torch.dtype]:
+        return self.stage.precisions
 
     def parameters(self) -> Iterable[Tensor]:
         return self.stage.parameters()

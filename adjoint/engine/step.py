@@ -232,11 +232,7 @@ class ChunkedStep:
         self.inputs_are_freed = False
 
     def verify(self) -> None:
-        """Compare what chunks compute with the whole, where layers are not ours; on first use.
-
-        Raises:
-            Refused: they differ.
-        """
+        """Refuse layers that are not ours if chunks compute something else than the whole; on first use."""
         self.sweep.verify(self.stages, self.batch, self.spec, self.width, self.distribution)
 
     # --------------------------------------------------------------------------------------------- executor

@@ -26,12 +26,7 @@ IN_FORWARD = -2  # in place of autograd's number, for a backward that runs insid
 
 
 class Packing:
-    """The layout of a state's tensors in one flat tensor, for a message or a row of `Edges`.
-
-    Args:
-        like: a state with the shapes and the device of the states to pack.
-        dtype: dtype of the flat tensor.
-    """
+    """The layout of tensors like those of a state in one flat tensor, for a message or a row of `Edges`."""
 
     def __init__(self, like: State, dtype: torch.dtype) -> None:
         self.shapes, self.dtype = [s.shape for s in like], dtype

@@ -76,14 +76,7 @@ class Sweep:
         width: int,
         distribution: Distribution,
     ) -> None:
-        """Compare what chunks compute with what the whole computes, where layers are not ours; on first use.
-
-        Args:
-            stages: arranged. batch, spec, width, distribution: of the step.
-
-        Raises:
-            Refused: they differ.
-        """
+        """Refuse layers that are not ours if chunks compute something else than the whole; on first use."""
         if len(spec.cuts(batch.seqlen)) > 2:  # more than one chunk
             verify_custom_layers([*stages], batch.states, width, batch.ids.device)
 
@@ -121,10 +114,7 @@ class Sweep:
     def autograd_inputs(self, leaves: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Return the inputs of a step's node in autograd's graph, to which its backward returns gradients.
 
-        Args:
-            leaves: trainable tensors that the stages have read.
-            device: of the step.
-        """
+        They are made of the trainable tensors that the stages have read."""
         return [*leaves]
 
     def windows(self, widths: list[int]) -> list[int]:
@@ -132,11 +122,7 @@ class Sweep:
         return widths
 
     def finish(self, parameters: Sequence[Tensor], gradients: Gradients) -> None:
-        """Complete the sums of gradients after a backward.
-
-        Args:
-            parameters: of the step.
-        """
+        """Complete the sums of the gradients of a step's parameters after a backward."""
 
     # --------------------------------------------------------------- where chunks run back inside the forward
 

@@ -135,11 +135,6 @@ class Gradients:
         few = gradient.dim() > 1 and self.additions < MAX_PLAIN_ADDITIONS
         return few or gradient.numel() > MAX_COMPENSATED_NUMEL
 
-    @property
-    def has_unlisted(self) -> bool:
-        """Whether tiles reach tensors that no stage lists."""
-        return bool(self.unlisted_leaves.leaves or self.unlisted_leaves.precomputed)
-
     def round(self, parameters: Iterable[Tensor]) -> None:
         """Hold sums, to which nothing will be added, in their parameters' own dtypes."""
         totals = dict[Tensor, Tensor]()

@@ -55,11 +55,7 @@ class Chunks:
 
 
 class Documents:
-    """Document boundaries of a batch, in the form that a chunk's `Past` takes them.
-
-    Args:
-        seq_idx: as in `Batch`.
-    """
+    """Document boundaries of a batch, in the form that a chunk's `Past` takes them."""
 
     def __init__(self, seq_idx: Tensor | None) -> None:
         self.seq_idx = seq_idx

@@ -52,11 +52,7 @@ class Tree(NamedTuple):
 
 
 def trees_of(segments: Sequence[Segment], chunks: Sequence[int]) -> list[Tree]:
-    """Return the trees of a call's segments, those with most chunks first.
-
-    Args:
-        chunks: number of chunks of each segment.
-    """
+    """Return the trees of a call's segments, of so many chunks each, those with most chunks first."""
     roots: list[int] = []
     for number, segment in enumerate(segments):
         roots.append(number if segment.parent is None else roots[segment.parent])
@@ -86,12 +82,8 @@ class Turn(NamedTuple):
 def agree_on_turns(weights: Weights, trees: Sequence[Tree]) -> list[Turn]:
     """Return the turns in which this process runs its trees, as many as each that gathers these weights.
 
-    Turn i has as many chunks as any process's i-th tree. A tree goes to the first turn that has room for it:
-    of the turns up to its own number, one is empty.
-
-    Args:
-        trees: those with most chunks first.
-    """
+    Turn i has as many chunks as any process's i-th tree, those with most chunks being first. A tree goes to
+    the first turn that has room for it: of the turns up to its own number, one is empty."""
     (most,) = weights.largest(len(trees))
     sizes = weights.largest(*[tree.chunks for tree in trees], *[0] * (int(most) - len(trees)))
     turns = [Turn([], int(chunks)) for chunks in sizes]

@@ -29,6 +29,7 @@ from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.stage import Stage
 from adjoint.engine.tile import Gradients, Pullback
 from adjoint.errors import LOGGER, VERBOSITY, UserError, is_from_user_code, is_heard
+from adjoint.kernels import dispatch
 from adjoint.layers import State
 from adjoint.releases import untested_now
 
@@ -270,8 +271,8 @@ def recorded_outputs(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device | None = None) -> float:
     """Return the limit for a computation in these dtypes, and in autocast's if it is on for `device`."""
     precisions = list(dtypes)
-    if device is not None and torch.is_autocast_enabled(device.type):
-        precisions.append(torch.get_autocast_dtype(device.type))
+    if device is not None and (autocast := dispatch.autocast_dtype(device)) is not None:
+        precisions.append(autocast)
     return max(TOLERANCES.get(dtype, COARSE) for dtype in precisions)
 
 
@@ -348,17 +349,12 @@ def embeddings_rounded(embedding: nn.Module, eps: float = 0.0) -> Iterator[None]
     """
 
     def move(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        dtypes, kind = [output.dtype], output.device.type
-        if torch.is_autocast_enabled(kind):
-            dtypes.append(torch.get_autocast_dtype(kind))
-        step = max(eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+        dtypes = output.dtype, dispatch.autocast_dtype(output.device)
+        step = max(eps, *(torch.finfo(dtype).eps for dtype in dtypes if dtype is not None))
         return output * (1 + step * some_numbers(*output.shape)).to(output)
 
-    hook = embedding.register_forward_hook(move)
-    try:
+    with embedding.register_forward_hook(move):
         yield
-    finally:
-        hook.remove()
 
 
 def _first_difference(reference: Results, chunks: Results, chunk_size: int | None) -> str | None:

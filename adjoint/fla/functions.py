@@ -623,20 +623,6 @@ def _swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = N
     return F.linear(gated(x, y), weight, bias)
 
 
-def _layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    is_rms_norm: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Normalize the sum of x and the residual to mean 0, variance 1; with `prenorm` return the sum, too."""
-    return _group_norm(x, weight, bias, residual, eps, prenorm, residual_in_fp32, is_rms_norm)
-
-
 def _group_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -648,7 +634,8 @@ def _group_norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Normalize groups of channels, the last dimension."""
+    """Normalize the sum of x and the residual, each group of channels (the last dimension) to mean 0 and
+    variance 1; with `prenorm` return the sum, too."""
     refuse_arguments(residual_in_fp32=residual_in_fp32 or None, is_rms_norm=is_rms_norm or None)
     total = x if residual is None else x + residual
     groups = total.unflatten(-1, (num_groups, -1))
@@ -790,7 +777,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "rms_norm_gated": _rms_norm_gated,
     "rms_norm_linear": _rms_norm_linear,
     "rmsnorm_fn": _rms_norm_with_silu,
-    "layer_norm": _layer_norm,
+    "layer_norm": _group_norm,
     "group_norm": _group_norm,
     "rotary_embedding": _rotary_embedding,
     "token_shift": _token_shift,

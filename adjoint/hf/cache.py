@@ -555,7 +555,9 @@ class ChunkCache(DynamicCache):
             layers = [LinearAttentionLayer(number_of_states=states) for _ in range(number)]
         if is_of_fla(config):
             for index, window in attention_windows(config).items():
-                layers[index] = _attention_cache_layer(window)
+                name = "DynamicLayer" if window is None else "DynamicSlidingWindowLayer"
+                settings = {} if window is None else {"sliding_window": window}
+                layers[index] = CACHE_LAYERS[name](**settings)
         for index in recurrent_layers_unnamed(config):
             layers[index] = LinearAttentionLayer()
         layers = [*layers, *(layers[k] for k in looped_layers(config.get_text_config()))]
@@ -673,13 +675,6 @@ class _FLAInterface:
             layer.store_state("recurrent", FLA_RECURRENT_STATES, ffn_state)
 
 
-def _attention_cache_layer(window: int | None) -> CacheLayerMixin:
-    """Return transformers' cache layer of attention to all tokens, or to a window of them."""
-    if window is None:
-        return CACHE_LAYERS["DynamicLayer"]()
-    return CACHE_LAYERS["DynamicSlidingWindowLayer"](sliding_window=window)
-
-
 def _single_or_tuple(states: Iterable[Tensor | None]) -> Tensor | tuple[Tensor, ...] | None:
     """Return the states that there are: None, one, or a tuple."""
     present = tuple(state for state in states if state is not None)
@@ -716,13 +711,7 @@ def why_no_recurrence(config: PreTrainedConfig) -> str | None:
 
 @functools.cache  # a cache is made for every chunk
 def _chunk_cache_class(prefix: str, module: str, name: str, *mixins: type) -> type[ChunkCache]:
-    """Return a subclass of `ChunkCache` and of a class that a model requires.
-
-    Args:
-        prefix: of the new class's name.
-        module, name: of the required class.
-        mixins: classes whose methods come before `ChunkCache`'s.
-    """
+    """Return a subclass of mixins, `ChunkCache` and a class of a module, by name, which a model requires."""
     required_class = getattr(importlib.import_module(module), name)
     return type(f"{prefix}ChunkCache", (*mixins, ChunkCache, required_class), {})
 

@@ -120,12 +120,7 @@ class Padding:
     def mask(self, start: int, stop: int, attended: int) -> Tensor | None:
         """Return the attention mask of the chunk [start, stop), or None if no row of the chunk is padded.
 
-        Args:
-            attended: number of tokens before the chunk that its queries attend to.
-
-        Returns:
-            (rows, attended + chunk) int64.
-        """
+        It is (rows, attended + chunk) int64: queries attend to so many tokens before the chunk."""
         if not bool(self.is_padded_token[start:stop].any()):
             return None
         return self.is_real[:, self.past_tokens + start - attended : self.past_tokens + stop].long()
@@ -360,15 +355,14 @@ class Call:
         return rows[POSITIONS][..., 1:] if positions.shape[-1] == 4 else rows[POSITIONS]
 
     @functools.cached_property
-    def document_arguments(self) -> tuple[str, ...]:
-        """Names of all arguments from which the model's own code may read documents.
+    def document_inputs(self) -> tuple[str, ...]:
+        """Names of all arguments from which the model's own code may read documents."""
+        return tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in self.provided])
 
-        Empty unless one of `DOCUMENT_NUMBERS` is given."""
-        return (
-            tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in self.provided])
-            if self.has(*DOCUMENT_NUMBERS)
-            else ()
-        )
+    @property
+    def numbers_documents(self) -> bool:
+        """Whether an input does nothing but tell documents apart."""
+        return self.has(*DOCUMENT_NUMBERS)
 
     @functools.cached_property
     def returns_dict(self) -> bool:

@@ -263,11 +263,7 @@ def _empty_cache(model: PreTrainedModel, rows: int, device: torch.device) -> Dyn
 
 
 def _list_states(cache: object, values: Mapping[Slot, Tensor], dtype: torch.dtype, tokens: int) -> None:
-    """Put recurrent states into a cache that lists its states.
-
-    Args:
-        dtype: in which the model's own forward has them. tokens: number of tokens of the document.
-    """
+    """Put recurrent states after so many tokens into a cache that lists its states, in the model's dtype."""
     attributes = vars(cache)
     for slot, value in values.items():
         if "linear_cache" in attributes:
@@ -402,11 +398,7 @@ def why_not_from_batch_to_batch(model: PreTrainedModel) -> str | None:
 def refuse_if_states_are_lost(model: PreTrainedModel, slots: Sequence[Slot]) -> None:
     """Refuse a model whose hidden states of a few tokens differ where transformers' cache carried its state.
 
-    Both runs have the same chunks, so that only what the cache keeps can differ.
-
-    Raises:
-        Refused: it does.
-    """
+    Both runs have the same chunks, so that only what the cache keeps can differ."""
     ids, _ = example_tokens(model)
 
     def run(ids: Tensor, carried: CarriedState | None = None) -> tuple[Tensor, CarriedState]:

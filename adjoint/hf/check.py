@@ -76,26 +76,15 @@ def has_logit_penalty(model: PreTrainedModel) -> bool:
 
 
 def refuse_logit_penalty(model: PreTrainedModel) -> None:
-    """Refuse fla's penalty of each token's largest logit, a gradient that is added to that of a loss.
-
-    Raises:
-        Refused: the configuration asks for it.
-    """
+    """Refuse fla's penalty of each token's largest logit, a gradient that is added to that of a loss."""
     if has_logit_penalty(model):
         reason = f"{LOGIT_PENALTY} adds a gradient of each token's largest logit, which shards do not compute"
         refuse(model, f"{reason}; set config.{LOGIT_PENALTY} to False, or {ONE_PROCESS}")
 
 
 def refuse_other_losses(model: PreTrainedModel, routed: bool, supported: tuple[str, ...] = ()) -> None:
-    """Refuse losses beside the labels' cross-entropy.
-
-    Args:
-        routed: whether the routers' loss is asked for.
-        supported: names of settings whose losses are supported.
-
-    Raises:
-        Refused: there is another loss.
-    """
+    """Refuse losses beside the labels' cross-entropy: the routers' if that is asked for (`routed`), and those
+    of settings, but for the `supported` ones."""
     if routed and ROUTER_LOGITS not in supported:
         refuse(
             model,
@@ -143,16 +132,12 @@ class LargeMasks(TorchFunctionMode):
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
         """Enter the context, and note which module runs."""
-        handles = (
+        with (
             nn.modules.module.register_module_forward_pre_hook(self._begin),
             nn.modules.module.register_module_forward_hook(self._end, always_call=True),
-        )
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            self,
+        ):
+            yield
 
     def _begin(self, module: nn.Module, _: object) -> None:
         if module in self.names:
@@ -200,9 +185,6 @@ def refuse_windows_in_padding(model: PreTrainedModel, mask: Tensor) -> None:
 
     Args:
         mask: (batch, seqlen) bool, False for padding.
-
-    Raises:
-        Refused: a row begins with padding.
     """
     config = model.config.get_text_config()
     has_windows = any(getattr(config, name, None) for name in ("compress_rates", "index_block_size"))
@@ -212,11 +194,7 @@ def refuse_windows_in_padding(model: PreTrainedModel, mask: Tensor) -> None:
 
 
 def refuse_unsupported_model(model: PreTrainedModel) -> None:
-    """Refuse options with which a chunk does not compute a part of the whole.
-
-    Raises:
-        Refused: one is on.
-    """
+    """Refuse options with which a chunk does not compute a part of the whole."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *rope.values()):
@@ -245,11 +223,7 @@ def refuse_unsupported_model(model: PreTrainedModel) -> None:
 
 
 def refuse_unsupported_modules(model: PreTrainedModel) -> None:
-    """Refuse modules with which a chunk does not compute a part of the whole, by what snapshots see of them.
-
-    Raises:
-        Refused: there is one.
-    """
+    """Refuse modules with which a chunk does not compute a part of the whole, by what snapshots see."""
     splitting = modules_that_split_tokens(model)
     for name, module in model.named_modules():
         if reason := SPLITS_TOKENS if module in splitting else _reason_against(module):

@@ -33,12 +33,7 @@ class ChunkContext:
     """The context in which chunks run: our functions and forwards, and no gradient checkpointing.
 
     The backbone's forward is transformers' own in it: a chunk is no call of the user's, which would enter the
-    class that `wrap` has given it.
-
-    Args:
-        model: that runs, a backbone or a causal LM.
-        plan: of this model as it is now.
-    """
+    class that `wrap` has given it."""
 
     def __init__(self, model: PreTrainedModel, plan: ReplacementPlan) -> None:
         backbone = backbone_of(model)
@@ -130,7 +125,6 @@ class EmbeddingNoise:
     from PyTorch's generator, as dropout is, so that a chunk that is recomputed gets the same noise.
 
     Args:
-        model: whose embeddings may have noise.
         seqlen: tokens of a row of the call, padding included; None leaves alpha as it is.
     """
 
@@ -141,17 +135,12 @@ class EmbeddingNoise:
     @contextlib.contextmanager
     def in_chunk(self, tokens: int) -> Iterator[None]:
         """Scale the noise of a chunk of `tokens` tokens for the time of the context."""
-        if self.seqlen is None or not self.modules:
+        share = 1.0 if self.seqlen is None else tokens / self.seqlen
+        with contextlib.ExitStack() as stack:
+            for module in self.modules:
+                alpha = vars(module)[_ALPHA] * share**0.5
+                stack.callback(override_attribute(module, _ALPHA, alpha))
             yield
-            return
-        before = [vars(module)[_ALPHA] for module in self.modules]
-        try:
-            for module, alpha in zip(self.modules, before, strict=True):
-                vars(module)[_ALPHA] = alpha * (tokens / self.seqlen) ** 0.5
-            yield
-        finally:
-            for module, alpha in zip(self.modules, before, strict=True):
-                vars(module)[_ALPHA] = alpha
 
 
 def has_embedding_noise(model: nn.Module) -> bool:

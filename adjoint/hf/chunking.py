@@ -111,9 +111,6 @@ def refuse_unknown_blocks(
     Args:
         sees_next: (batch, seqlen - 1) bool, the tokens that attend to the one after them, or None.
         inputs: of the call, by name.
-
-    Raises:
-        Refused: a token sees the next one, and they are in no block.
     """
     if sees_next is None:
         return

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from adjoint.engine.host_weights import fetched
 from adjoint.engine.step import uncompiled
 from adjoint.errors import UserError
-from adjoint.hf.head import head_logits, run_checkpointed, vocab_size_of
+from adjoint.hf.head import run_checkpointed, scaled_logits, vocab_size_of
 from adjoint.hf.logprobs import causal_lm_of, head_as_now, on_hidden_states, refuse_unreachable_head
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.loss import tokens_per_slice
@@ -48,9 +47,9 @@ def summed_divergence(
 
         def slice_divergence(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
             with student_context():
-                log_probs = _log_probs(student_lm, hidden, temperature)
+                log_probs = scaled_logits(student_lm, hidden, temperature).log_softmax(-1)
             with torch.no_grad(), teacher_context():
-                target = _log_probs(teacher_lm, teacher_hidden, temperature)
+                target = scaled_logits(teacher_lm, teacher_hidden, temperature).log_softmax(-1)
             return divergence(log_probs, target, beta)
 
         chosen = hidden[:, :-1][counted[:, 1:]]
@@ -81,13 +80,6 @@ def divergence(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:
         return kl(log_probs, target)
     mixture = torch.logaddexp(log_probs + math.log1p(-beta), target + math.log(beta))
     return beta * kl(target, mixture) + (1 - beta) * kl(log_probs, mixture)
-
-
-def _log_probs(lm: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
-    """Return a model's log-probabilities (tokens, vocab_size) of hidden states, in float32 at least."""
-    with fetched(lm.get_output_embeddings()):
-        logits = head_logits(lm, hidden[None])[0]
-    return F.log_softmax(logits.to(accumulate_dtype(logits.dtype)) / temperature, dim=-1)
 
 
 def _refuse_unsupported(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

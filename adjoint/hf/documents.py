@@ -43,15 +43,10 @@ def document_starts(kwargs: dict[str, Any], ids: Tensor, mask: Tensor | None = N
         starts_by_input["position_ids"] = _starts_from_positions(
             expand_to_rows("position_ids", positions, ids), is_real, is_row_start
         )
-    if (numbers := kwargs.get("seq_idx")) is not None:
-        starts_by_input["seq_idx"] = (
-            _is_first_of_run(expand_to_rows("seq_idx", numbers, ids)) & is_real | is_row_start
-        )
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if kwargs.get(name) is not None:
-            starts_by_input[name] = (
-                _is_first_of_run(from_cu_seqlens(name, kwargs[name], ids)) & is_real | is_row_start
-            )
+    for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if (values := kwargs.get(name)) is not None:
+            numbers = (expand_to_rows if name == "seq_idx" else from_cu_seqlens)(name, values, ids)
+            starts_by_input[name] = _is_first_of_run(numbers) & is_real | is_row_start
     is_start = next(iter(starts_by_input.values()), is_row_start)
     for name, other_starts in starts_by_input.items():
         if not torch.equal(other_starts, is_start):

@@ -29,7 +29,7 @@ from adjoint.engine.verification import Refused
 from adjoint.errors import LOGGER, is_from_user_code
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.agreed_calls import agree_on_call
-from adjoint.hf.call import DOCUMENT_INPUTS, Call
+from adjoint.hf.call import Call
 from adjoint.hf.carried_state import (
     cache_of_state,
     detached,
@@ -207,8 +207,7 @@ def _lm_without_labels(
     """Run transformers' forward of the causal LM, whose backbone is wrapped.
 
     Some classes do not pass documents on to it, or do not return its cache (RecurrentGemma)."""
-    names = (*DOCUMENT_INPUTS, "attention_mask")
-    inputs = {name: call.arguments[name] for name in names if call.has(name)}
+    inputs = {name: call.arguments[name] for name in call.document_inputs}
     if wrap_state.outer_model is None:  # of a copy
         wrap_state.outer_model = weakref.ref(call.model)
     with wrap_state.in_lm(inputs, needs) as lm_call:
@@ -324,9 +323,8 @@ def _hidden_without_gradients(
         differs: whether the original forward would give another result.
         needs: of any rank's call, if ranks gather weights together: by chunks all of them run, or none.
     """
-    tokens = next((call.arguments[n] for n in ("input_ids", "inputs_embeds") if call.has(n)), None)
     limit = getattr(wrap_state.method, "chunk_size", None) or LONG_FORWARD
-    is_long = isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] > limit
+    is_long = call.seqlen is not None and call.seqlen > limit
     if not (differs if needs is None else differs_on_any_rank(call.model, needs)):
         if wrap_state.group is not None or current_weights_type(call.model).is_gathered:
             return None
@@ -419,19 +417,15 @@ def _warn_not_chunked(call: Call) -> None:
 def _carries_state(call: Call, wrap_state: WrapState) -> bool:
     """Whether a call's state goes on to the next call by chunks: in one process, for models whose cache is of
     the usual kind. Padding after a cache of keys and values alone is left to the own forward."""
-    is_alone = wrap_state.group is None and not current_weights_type(call.model).is_gathered
+    model = call.model
     return (
         call.carries_state
         and wrap_state.method.has_chunks
-        and is_alone
-        and why_not_carried(call.model) is None
-        and not (call.hides_cached_tokens and _has_keys_alone(call.model))
+        and wrap_state.group is None
+        and not current_weights_type(model).is_gathered
+        and why_not_carried(model) is None
+        and not (call.hides_cached_tokens and all(s.grows is not None for s in verification_of(model).slots))
     )
-
-
-def _has_keys_alone(model: PreTrainedModel) -> bool:
-    """Whether a model has no state but keys and values."""
-    return all(slot.grows is not None for slot in verification_of(model).slots)
 
 
 def _after_cache(call: Call, returns_state: bool) -> Call:
@@ -471,11 +465,7 @@ def _verify_with_state(call: Call) -> Verification:
 
 
 def _loss_with_state(call: Call) -> LossOutput | RoutedLossOutput:
-    """Compute the loss of a call that begins with a cache or returns one.
-
-    Raises:
-        Refused: the state cannot be carried on.
-    """
+    """Compute the loss of a call that begins with a cache or returns one, if its state can be carried on."""
     returns_cache = bool(call.arguments.get("use_cache"))
     continued = _after_cache(call, returns_cache)
     return _loss_by_chunks(continued, _verify_with_state(continued), returns_cache)

@@ -67,12 +67,7 @@ def _forward_by_chunks(
     request: ValueRequest,
     output_class: Callable[..., ModelOutput],
 ) -> Callable[..., ModelOutput]:
-    """Return a method in place of TRL's.
-
-    Args:
-        fused: TRL's own. forward_of_model: the one before it.
-        output_class: of TRL's outputs.
-    """
+    """Return a method in the place of TRL's own, `fused`, which calls the forward that was there before."""
 
     @functools.wraps(fused)
     def forward(
@@ -113,7 +108,5 @@ def _forward_by_chunks(
 
 def _runs_by_chunks(model: PreTrainedModel, wrap_state: WrapState) -> bool:
     """Whether no process has a call's hidden states, so that TRL's own forward would be refused."""
-    if not wrap_state.method.has_chunks or wrap_state.uses_original_forward:
-        return False
-    is_gathered = current_weights_type(model).is_gathered
-    return wrap_state.group is not None or (torch.is_grad_enabled() and is_gathered)
+    is_gathered = torch.is_grad_enabled() and current_weights_type(model).is_gathered
+    return wrap_state.runs_chunks and (wrap_state.group is not None or is_gathered)

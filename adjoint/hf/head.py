@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import torch
@@ -36,12 +36,17 @@ class Output(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-class _BackboneStub(nn.Module):
-    """A module in the backbone's place that returns a given output, so that only the model's head runs."""
+class _Stub(nn.Module):
+    """A module in the place of a backbone or a head, which returns a given output.
 
-    def __init__(self, real: nn.Module, output: Output) -> None:
+    Attributes:
+        inputs: all that it was called with.
+    """
+
+    def __init__(self, real: nn.Module, output: Output | Tensor) -> None:
         super().__init__()
         self.__dict__["real"], self.__dict__["output"] = real, output
+        self.inputs: list[object] = []
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
@@ -49,29 +54,38 @@ class _BackboneStub(nn.Module):
         except AttributeError:
             real = self.__dict__["real"]
             value = getattr(real, name)
-            return self if value is real.get_decoder() else value  # OPT calls its backbone's decoder
+            is_decoder = isinstance(real, PreTrainedModel) and value is real.get_decoder()
+            return self if is_decoder else value  # OPT calls its backbone's decoder
 
-    def forward(self, *_: object, **__: object) -> Output:
+    def forward(self, *args: object, **kwargs: object) -> Output | Tensor:
+        self.inputs += [*args, *kwargs.values()]
         return self.__dict__["output"]
 
 
 @contextlib.contextmanager
-def _backbone_stubbed(model: PreTrainedModel, output: Output) -> Iterator[None]:
-    """Replace a model's backbone by a stub for the time of the context."""
-    real = backbone_of(model)
-    name = next(name for name, module in model.named_children() if module is real)
-    model._modules[name] = _BackboneStub(real, output)
+def _stubbed(parents: Iterable[nn.Module], real: nn.Module, output: Output | Tensor) -> Iterator[_Stub]:
+    """Replace a module that some modules have as a child by a stub, for the time of the context."""
+    stub = _Stub(real, output)
+    places = [
+        (parent._modules, name)
+        for parent in parents
+        for name, child in parent._modules.items()
+        if child is real
+    ]
+    for modules, name in places:
+        modules[name] = stub
     try:
-        yield
+        yield stub
     finally:
-        model._modules[name] = real
+        for modules, name in places:
+            modules[name] = real
 
 
 def head_output(model: PreTrainedModel, output: Output, **inputs: object) -> ModelOutput:
     """Return what a model makes of its backbone's output, for ids and other inputs."""
     hidden: Tensor = output["last_hidden_state"]
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    with _backbone_stubbed(model, output):
+    with _stubbed([model], backbone_of(model), output):
         return original_class(model).forward(
             model, input_ids=ids, use_cache=False, return_dict=True, **inputs
         )
@@ -80,6 +94,15 @@ def head_output(model: PreTrainedModel, output: Output, **inputs: object) -> Mod
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return a model's logits (batch, tokens, vocab) of hidden states (batch, tokens, hidden_size)."""
     return head_output(model, Output(last_hidden_state=hidden)).logits
+
+
+def scaled_logits(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
+    """Return logits (tokens, vocab) of hidden states (tokens, hidden_size), in float32 at least.
+
+    They are divided by the temperature. The head's weights may be in host memory."""
+    with fetched(model.get_output_embeddings()):
+        logits = head_logits(model, hidden[None])[0]
+    return logits.to(accumulate_dtype(logits.dtype)) / temperature
 
 
 def logits_by_slices(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -129,11 +152,11 @@ def logit_scale(model: PreTrainedModel) -> float | None:
     with torch.no_grad(), _disable_current_modes():
         hidden, logits = _probe(head.weight.shape[1]), _probe(PROBE_LOGITS)
         try:
-            with _head_stubbed(model, head, logits) as stub:
+            with _stubbed(model.modules(), head, logits) as stub:
                 scaled = head_logits(model, hidden)
         except MODEL_ERRORS:
             return None
-        below = None if len(stub.given) != 1 else _ratio(stub.given[0], hidden)
+        below = None if len(stub.inputs) != 1 else _ratio(stub.inputs[0], hidden)
         above = _ratio(scaled, logits)
     return None if below is None or above is None else below * above
 
@@ -156,56 +179,13 @@ def _probe(width: int) -> Tensor:
     return (signs * (exponents + PROBE_EXPONENTS[0]).exp2()).view(1, 2, width)
 
 
-def _ratio(values: Tensor, probe: Tensor) -> float | None:
+def _ratio(values: object, probe: Tensor) -> float | None:
     """Return the number of which values are multiples of a probe, None if there is none."""
-    if values.shape != probe.shape or values.device != probe.device:
+    if not isinstance(values, Tensor) or values.shape != probe.shape or values.device != probe.device:
         return None
     ratios = values.double() / probe
     first = ratios.flatten()[0]
     return float(first) if bool((ratios == first).all()) and bool(first.isfinite()) else None
-
-
-class _HeadStub(nn.Module):
-    """A module in the head's place that returns given logits.
-
-    Attributes:
-        given: what it was called with.
-    """
-
-    def __init__(self, real: nn.Module, logits: Tensor) -> None:
-        super().__init__()
-        self.__dict__["real"], self.__dict__["logits"] = real, logits
-        self.given: list[Tensor] = []
-
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            value: Tensor | nn.Module = getattr(self.__dict__["real"], name)
-            return value
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.given.append(hidden)
-        return self.__dict__["logits"]
-
-
-@contextlib.contextmanager
-def _head_stubbed(model: PreTrainedModel, head: nn.Module, logits: Tensor) -> Iterator[_HeadStub]:
-    """Replace a model's head by a stub for the time of the context."""
-    stub = _HeadStub(head, logits)
-    places = [
-        (module._modules, name)
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if child is head
-    ]
-    for modules, name in places:
-        modules[name] = stub
-    try:
-        yield stub
-    finally:
-        for modules, name in places:
-            modules[name] = head
 
 
 class LogitTerms(NamedTuple):
@@ -299,11 +279,7 @@ def summed_loss(
 
 
 def _zero_with_gradient(logits: Tensor, factor: Tensor) -> Tensor:
-    """Return 0, whose gradient is `factor` times each token's largest logit, at that logit.
-
-    Args:
-        logits: (tokens, vocab).
-    """
+    """Return 0, whose gradient is `factor` times the largest of a token's logits (tokens, vocab), at it."""
     largest = logits.max(dim=-1).values  # amax would share the gradient among equal logits
     penalty = 0.5 * factor * largest.square().sum()
     return penalty - penalty.detach()
@@ -332,9 +308,8 @@ def logprobs(
             return linear_logprobs(hidden if scale == 1 else hidden * scale, weight, labels, temperature)
 
     def slice_logprobs(hidden: Tensor, labels: Tensor) -> Tensor:
-        with slice_context(), fetched(model.get_output_embeddings()):
-            logits = head_logits(model, hidden[None])[0]
-        logits = logits.to(accumulate_dtype(logits.dtype)) / temperature
+        with slice_context():
+            logits = scaled_logits(model, hidden, temperature)
         return selected_logprobs(logits, labels)
 
     tokens = tokens_per_slice(len(labels), vocab_size_of(model), hidden.is_cuda)
@@ -343,17 +318,13 @@ def logprobs(
 
 
 def entropies(model: PreTrainedModel, hidden: Tensor, temperature: float) -> Tensor:
-    """Return the entropy of each prediction, (tokens,), in float32 at least, by slices; without gradients.
+    """Return the entropy (tokens,) of each prediction of hidden states (tokens, hidden_size).
 
-    Args:
-        hidden: (tokens, hidden_size).
-        temperature: divides the logits.
-    """
+    It is in float32 at least, has no gradient, and is computed by slices."""
     pieces = []
     with torch.no_grad(), fetched(model.get_output_embeddings()):
         for piece in hidden.split(tokens_per_slice(len(hidden), vocab_size_of(model), hidden.is_cuda)):
-            logits = head_logits(model, piece[None])[0]
-            log_probs = (logits.to(accumulate_dtype(logits.dtype)) / temperature).log_softmax(-1)
+            log_probs = scaled_logits(model, piece, temperature).log_softmax(-1)
             pieces.append(-(log_probs.exp() * log_probs).sum(-1))
     return torch.cat(pieces)
 

@@ -25,11 +25,12 @@ from adjoint.engine.sweep import ContextFactory
 from adjoint.engine.verification import TOKENS
 from adjoint.engine.weights import Weights
 from adjoint.errors import LOGGER, is_heard
+from adjoint.fla.functions import activation_replacements
 from adjoint.hf import check, layer_segments
 from adjoint.hf.call import Call
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.head import logits_by_slices
-from adjoint.hf.kernels.replacements import REGISTRIES, function_replacements
+from adjoint.hf.kernels.replacements import functions_by_namespace
 from adjoint.hf.language_inputs import language_model_of
 from adjoint.hf.model_parts import backbone_of, current_weights, layers_of, original_class
 from adjoint.hf.router_loss import RouterLogits
@@ -203,10 +204,8 @@ def backward_context(verification: Verification) -> ContextFactory:
     """Return a context for the backward: the model as it is now, locked against other threads."""
     if not torch.is_grad_enabled() or verification.holding.kind.is_gathered:
         return contextlib.nullcontext
-    lock, forward_state = (
-        verification.wrap_state.lock,
-        ForwardState(verification.model, verification.snapshot),
-    )
+    lock = verification.wrap_state.lock
+    forward_state = ForwardState(verification.model, verification.snapshot)
 
     @contextlib.contextmanager
     def restored_model() -> Iterator[None]:
@@ -271,10 +270,7 @@ def weighted_logprobs(
 
 
 def announce(verification: Verification, describe: Callable[[], str]) -> None:
-    """Log once for each wrapped model what runs, at the level INFO.
-
-    The line names class, layers, what `describe()` returns, and the relative difference of gradients that the
-    comparison measured. Only rank 0 logs it.
+    """Log once for each wrapped model what runs, at the level INFO; only rank 0 does.
 
     Raises:
         UserError: ADJOINT_VERBOSITY is no level.
@@ -296,6 +292,5 @@ def _describe_kernels(model: nn.Module) -> str:
     weight, device = next(p for p in model.parameters() if p.is_floating_point()), device_of(model)
     dtype = accumulate_dtype(weight.dtype) if device.type == "cpu" else weight.dtype
     backend = implementation("selective_scan", None, device, dtype)
-    registries = [id(names) for names, _ in REGISTRIES]
-    names = {n for names, ours in function_replacements(model) if id(names) not in registries for n in ours}
+    names = {n for _, ours in (*functions_by_namespace(model), *activation_replacements(model)) for n in ours}
     return f"kernels: backend {backend}, in place of {', '.join(sorted(names)) or 'attention to the past'}"

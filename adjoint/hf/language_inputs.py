@@ -120,11 +120,8 @@ class LanguageLayout:
         return tree_unflatten(values, self.spec)
 
     def example(self, ids: Tensor, embeddings: Tensor, types: Tensor) -> LanguageInputs:
-        """Return inputs of this layout for a few tokens.
-
-        Args:
-            ids: (1, tokens). embeddings: (1, tokens, hidden_size). types: 0 or 1 for each token, (1, tokens).
-        """
+        """Return inputs of this layout for a few ids (1, tokens), which have these embeddings (1, tokens,
+        hidden_size), and types, 0 or 1 for each token, (1, tokens)."""
         features, tokens = [embeddings], {IDS: ids} if self.has_ids else {}
         for layout in self.tensors:
             if not isinstance(layout, TensorLayout) or layout.name == EMBEDS:
@@ -218,11 +215,7 @@ def outer_inputs(
 
 
 def capture(model: PreTrainedModel, arguments: dict[str, object]) -> LanguageInputs:
-    """Return what a model's own forward gives its language model for these arguments.
-
-    Args:
-        model: a multimodal causal LM, or its backbone.
-        arguments: of a call, without labels.
+    """Return what a multimodal model's own forward gives its language model for arguments without labels.
 
     Raises:
         Refused: an input of the language model has no value per token, or the language model does not run

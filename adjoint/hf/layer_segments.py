@@ -170,12 +170,7 @@ def _examine(verification: Verification) -> LayerSegments | str:
 def _compare_segments(
     model: PreTrainedModel, description: Pretrained, last_products: Sequence[str | None]
 ) -> None:
-    """Compare the gradient of a few tokens, by segments of one layer, with the whole model's.
-
-    Raises:
-        Refused: they differ.
-    """
-
+    """Raise Refused if the gradient of a few tokens, by segments of one layer, is not the whole model's."""
     kind = CallKind(loss=backbone_of(model) is not model)
 
     def by_segments(copied: PreTrainedModel, ids: Tensor, labels: Tensor) -> ChunkedStep:
@@ -203,8 +198,8 @@ def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor)
         for k, layer in enumerate(getattr(backbone, description.layers)):
             for name, module in layer.named_modules():
                 if type(module) is nn.Linear:
-                    note = functools.partial(_note_call, last, k, name)
-                    stack.callback(module.register_forward_hook(note).remove)
+                    note = functools.partial(last.__setitem__, k, name)
+                    stack.callback(module.register_forward_hook(lambda *_, note=note: note()).remove)
         original_class(backbone).forward(backbone, input_ids=ids, use_cache=False)
     layers = enumerate(getattr(backbone, description.layers))
     return [None if _is_hidden(layer, name := last.get(k, "")) else name or None for k, layer in layers]
@@ -213,18 +208,11 @@ def _last_products(model: PreTrainedModel, description: Pretrained, ids: Tensor)
 def _is_hidden(layer: nn.Module, name: str) -> bool:
     """Whether code that reads a linear map's result may keep the whole model's modules, in a copy of it too.
 
-    No trial on a copy would find that: it is a hook, or a forward set on one of the modules around the map.
-
-    Args:
-        name: of the linear map in its layer.
-    """
+    No trial on a copy would find that: it is a hook, or a forward set on one of the modules around the map of
+    this name."""
     parents = [name[:i] for i, character in enumerate(name) if character == "."]
     modules = [layer.get_submodule(parent) for parent in ("", *parents)]
     return any("forward" in vars(module) or has_hooks_on_result(module) for module in modules)
-
-
-def _note_call(last: dict[int, str], layer: int, name: str, *_: object) -> None:
-    last[layer] = name
 
 
 def _hooked(model: PreTrainedModel, description: Pretrained) -> str | None:

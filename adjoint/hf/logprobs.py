@@ -53,7 +53,7 @@ def logprobs_of_model(
     inputs: dict[str, object] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-    if _is_shared(wrap_state):
+    if wrap_state.group is not None and wrap_state.runs_chunks:  # no rank has all hidden states
         request = ValueRequest((LOG_PROBS,), temperature)
         return _values_of_ranks(model, wrap_state, inputs, counted, request)[:, 0]
 
@@ -91,7 +91,7 @@ def logprobs_and_entropies(
     labels, wrap_state = input_ids[:, 1:][counted[:, 1:]], wrap_state_or_original(lm)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     lock = wrap_state.lock
-    if _is_shared(wrap_state):
+    if wrap_state.group is not None and wrap_state.runs_chunks:  # no rank has all hidden states
         request = ValueRequest((LOG_PROBS, "entropy"), temperature)
         with torch.no_grad():
             return _values_of_ranks(model, wrap_state, inputs, counted, request).T
@@ -140,12 +140,6 @@ def head_as_now(lm: PreTrainedModel) -> ContextFactory:
     return restored_head
 
 
-def _is_shared(wrap_state: WrapState) -> bool:
-    """Whether ranks share the model's sequences, so that none has their hidden states."""
-    is_own = wrap_state.uses_original_forward or not wrap_state.method.has_chunks
-    return wrap_state.group is not None and not is_own
-
-
 def _values_of_ranks(
     model: nn.Module,
     wrap_state: WrapState,
@@ -163,9 +157,7 @@ def _values_of_ranks(
 
 def _takes_two_passes(model: nn.Module, lm: PreTrainedModel) -> bool:
     """Whether the model runs by chunks whose backwards do not wait for the loss's."""
-    wrap_state = wrap_state_or_original(lm)
-    runs_chunks = wrap_state.method.has_chunks and not wrap_state.uses_original_forward
-    return runs_chunks and weights_type(model).is_gathered
+    return wrap_state_or_original(lm).runs_chunks and weights_type(model).is_gathered
 
 
 def _without_gradients(
@@ -262,11 +254,7 @@ def causal_lm_of(model: nn.Module, caller: str, others: str = "") -> PreTrainedM
 
 
 def refuse_unreachable_head(lm: PreTrainedModel, caller: str) -> None:
-    """Raise a UserError for a model whose head cannot be applied outside of its own forward.
-
-    Args:
-        caller: stands before the message.
-    """
+    """Raise a UserError of `caller` for a model whose head works in its own forward alone."""
     if not torch.is_grad_enabled():
         return
     if weights_type(lm).copies_from_host:

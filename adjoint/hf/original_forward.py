@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from adjoint.fla.functions import is_of_fla
-from adjoint.hf.call import DOCUMENT_INPUTS, Call
+from adjoint.hf.call import Call
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import current_weights, forward_parameters, original_class
 from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
@@ -154,7 +154,7 @@ def _has_recurrent_states(cache: object) -> bool:
 
 def _keeps_documents_apart(call: Call) -> bool:
     """Whether the original forward keeps the call's documents apart."""
-    names, use_cache, model = _document_names(call), call.arguments.get("use_cache"), call.model
+    names, use_cache, model = call.document_inputs, call.arguments.get("use_cache"), call.model
     if call.for_chunks.intersection(names):  # it does not even get them
         return False
     verification, key = verification_of(model), ("documents apart", names, use_cache)
@@ -162,14 +162,9 @@ def _keeps_documents_apart(call: Call) -> bool:
         return verification.compute_once(key, keeps_documents_apart, model, names, use_cache)
 
 
-def _document_names(call: Call) -> tuple[str, ...]:
-    """Return the names of a call's inputs that describe its documents."""
-    return tuple(filter(call.has, (*DOCUMENT_INPUTS, "attention_mask")))
-
-
 def _try_documents_on_ranks(call: Call) -> None:
     """Run the trial of documents on all ranks that gather weights together, if any rank's call needs it."""
-    model, names, use_cache = call.model, _document_names(call), call.arguments.get("use_cache")
+    model, names, use_cache = call.model, call.document_inputs, call.arguments.get("use_cache")
     verification, key = verification_of(model), ("documents apart", names, use_cache)
     is_needed = call.has_documents and key not in verification.results
     is_needed = is_needed and not call.for_chunks.intersection(names)

@@ -217,14 +217,10 @@ _HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 
 
 class DeferredLogits(Tensor):
-    """A tensor with shape, dtype and device, whose values are computed when a function needs them.
+    """A tensor with shape, dtype and device, whose values `compute` returns when a function needs them.
 
-    It may be the result of an autograd function: a gradient of the values is then one of this tensor.
-
-    Args:
-        compute: returns the values, without a graph.
-        shape, dtype, device: of the values.
-    """
+    They have no graph; but this tensor may be the result of an autograd function: a gradient of the values is
+    then one of it."""
 
     _compute: Callable[[], Tensor]
     _plain: Tensor | None
@@ -300,11 +296,7 @@ class DeferredCache(DynamicCache):
     """The cache after a forward by chunks, computed when something of it is read.
 
     transformers' forward returns a cache in evaluation although nobody asks for one, and causal LMs hand it
-    on. Who generates from it needs it; who wants hidden states does not pay for it.
-
-    Args:
-        compute: returns the cache.
-    """
+    on. Who generates from it needs it; who wants hidden states does not pay for it."""
 
     def __init__(self, compute: Callable[[], Cache]) -> None:
         self.__dict__["_compute"] = compute
@@ -330,13 +322,10 @@ def without_graph(arguments: dict[str, object]) -> dict[str, object]:
 
 
 class LogitsOfCall:
-    """The logits that a call with labels would have had.
+    """The logits that a call with labels would have had, of the hidden states (batch, seqlen, hidden_size)
+    that `compute_hidden` returns for it, differentiable.
 
     Make it before the call's forward: logits draw the random numbers, such as dropout's, that the loss drew.
-
-    Args:
-        call: with labels.
-        compute_hidden: returns a call's hidden states (batch, seqlen, hidden_size), differentiable.
     """
 
     def __init__(self, call: Call, compute_hidden: Callable[[Call], Tensor]) -> None:
@@ -365,11 +354,7 @@ class LogitsOfCall:
             yield
 
     def deferred(self, loss: Tensor) -> Tensor:
-        """Return the logits, without their values until somebody uses them.
-
-        Args:
-            loss: the call's, with its graph.
-        """
+        """Return the logits beside the call's loss, without their values until somebody uses them."""
         model = self.model
         weight = model.get_output_embeddings().weight
         width = whole_shape(weight)[1]

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -33,6 +33,7 @@ from adjoint.parallel.context import group_of, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import TrainingArguments
 
 T = TypeVar("T")
 REMEDY_BY_TYPE = {
@@ -300,7 +301,7 @@ def _share_sequences(accelerator: Accelerator, models: Iterable[nn.Module], is_t
         UserError: it asks for one, and a model to be trained is not wrapped.
     """
     for model in models:
-        states = {*_states_of(model)}
+        states: set[WrapState] = {vars(m)["_adjoint"] for m in model.modules() if "_adjoint" in vars(m)}
         group = configured_group() if states else None
         for state in states:
             state.group = shared_group(state, group)
@@ -310,12 +311,6 @@ def _share_sequences(accelerator: Accelerator, models: Iterable[nn.Module], is_t
                 f"cp_size: {type(model).__name__} is not wrapped, so no ranks would share its sequences: "
                 "call adjoint.wrap(model) first, or add AdjointCallback() to the Trainer's callbacks"
             )
-
-
-def _states_of(model: nn.Module) -> Iterator[WrapState]:
-    for module in model.modules():
-        if "_adjoint" in vars(module):
-            yield vars(module)["_adjoint"]
 
 
 def _gather_for_metrics(
@@ -366,16 +361,10 @@ def _step(original: Callable[..., None], self: AcceleratedScheduler, *args: obje
         self.split_batches = splits_batches
 
 
-class _Arguments(Protocol):
-    """The part of TrainingArguments that is read here."""
-
-    average_tokens_across_devices: bool
-
-
 class _RefuseArguments(TrainerCallback):
     """A callback of each Trainer: it refuses arguments by which ranks that share sequences would be wrong."""
 
-    def on_train_begin(self, args: _Arguments, state: object, control: object, **_: object) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: object, control: object, **_: object) -> None:
         if not isinstance(AcceleratorState._shared_state.get("parallelism_config"), SequenceGroupConfig):
             return
         if not args.average_tokens_across_devices:

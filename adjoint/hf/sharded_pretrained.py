@@ -20,11 +20,7 @@ from adjoint.layers import State
 class ShardedPretrained:
     """A causal LM of transformers of which each worker holds consecutive layers: see `ShardedModel`.
 
-    A shard is one stage, whose cache is the state. It loads its weights from a checkpoint.
-
-    Args:
-        pretrained: its description.
-    """
+    A shard is one stage, whose cache is the state. It loads its weights from a checkpoint."""
 
     has_layer_stages, exchanges_within_tiles, draws_numbers = False, True, True  # it may have dropout
     documents: tuple[int, ...] | None = (0,)

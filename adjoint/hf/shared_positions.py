@@ -68,12 +68,9 @@ class SharedPositions:
 
 
 class SharedRotary(nn.Module):
-    """A rotary embedding whose results are remembered.
+    """A rotary embedding of transformers, (x, positions, …) → (cos, sin), whose results are remembered.
 
-    Args:
-        module: transformers' own: (x, positions, …) → (cos, sin), where of x the dtype counts alone.
-        shared: holds the results.
-    """
+    Of x the dtype counts alone."""
 
     def __init__(self, module: nn.Module, shared: SharedPositions) -> None:
         super().__init__()

@@ -155,26 +155,18 @@ def _plan(call: Call) -> list[Segment] | None:
         return None
     if (spans := _spans(call)) is None or len(spans) < 2:
         return None
-    ends = [len(span) for span in spans]
-    stops = ends
+    ends = stops = [len(span) for span in spans]
+    first = [0] * len(spans)
     if call.mask is not None:
+        first = call.padding_at_left
         stops = [call.ids.shape[1] - padding for padding in call.padding_at_right]
-    ids = shared_prefix.take_from(call.ids, spans)
-    return shared_prefix.plan(
-        Rows(ids, _targets_in(call, spans), _padding_at_left(call), stops, ends, short_documents.MIN_TOKENS)
-    )
+    ids, targets = shared_prefix.take_from(call.ids, spans), _targets_in(call, spans)
+    return shared_prefix.plan(Rows(ids, targets, first, stops, ends, short_documents.MIN_TOKENS))
 
 
 def _tokens(call: Call) -> int:
     """Return the number of a call's tokens, padding at the left left out."""
-    return call.ids.numel() - sum(_padding_at_left(call))
-
-
-def _padding_at_left(call: Call) -> list[int]:
-    """Return the number of tokens of padding at the left of each row, or of each document."""
-    if call.mask is None:
-        return [0] * sum(map(len, call.starts))
-    return call.padding_at_left
+    return call.ids.numel() - sum(call.padding_at_left)
 
 
 def _spans(call: Call) -> list[range] | None:
@@ -184,7 +176,7 @@ def _spans(call: Call) -> list[range] | None:
     seqlen = call.ids.shape[1]
     if call.mask is None:
         return shared_prefix.spans_of(call.starts, seqlen)
-    for starts, padding in zip(call.starts, _padding_at_left(call), strict=True):
+    for starts, padding in zip(call.starts, call.padding_at_left, strict=True):
         if starts not in ((0,), (0, padding)) or padding == seqlen:
             return None
     return shared_prefix.spans_of([(0,)] * len(call.ids), seqlen)

@@ -115,11 +115,7 @@ class Snapshot:
         return None
 
     def check(self, model: nn.Module) -> None:
-        """Check that a model, after its forward, still equals this snapshot.
-
-        Raises:
-            RuntimeError: it does not.
-        """
+        """Raise a RuntimeError unless a model, after its forward, still equals this snapshot."""
         if difference := self.difference(Snapshot(model)):
             raise RuntimeError(f"{difference} {CHANGED_BEFORE_BACKWARD}")
 
@@ -303,10 +299,8 @@ class HeadState:
 
     def __init__(self, model: PreTrainedModel) -> None:
         head = _WithoutBackbone(model, backbone_of(model))
-        self.state, self.untrained = (
-            ForwardState(head, Snapshot(head)),
-            UntrainedTensors(head.named_modules()),
-        )
+        self.state = ForwardState(head, Snapshot(head))
+        self.untrained = UntrainedTensors(head.named_modules())
         self.versions = [(name, p, version_of(p)) for name, p in head.named_parameters() if p.requires_grad]
 
     @contextlib.contextmanager

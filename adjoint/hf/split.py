@@ -157,11 +157,8 @@ class Pretrained:
 
 
 def examine(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
-    """Describe how a model is cut, and check that its parts together have the whole model's gradient.
-
-    Args:
-        model: a complete causal LM of transformers.
-        input_ids: (1, tokens), some 13 of them.
+    """Describe how a complete causal LM is cut, and check on ids (1, tokens), some 13 of them, that its parts
+    together have the whole model's gradient.
 
     Raises:
         Refused: it cannot be cut, with the reason.
@@ -188,9 +185,6 @@ def verify_description(model: PreTrainedModel, description: Pretrained) -> Pretr
 
 def describe(model: PreTrainedModel, input_ids: Tensor) -> Pretrained:
     """Describe how a model is cut, as far as shapes tell it: its tensors may be fake.
-
-    Args:
-        model, input_ids: as in `examine`.
 
     Raises:
         Refused: it cannot be cut, with the reason.

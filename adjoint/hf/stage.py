@@ -334,9 +334,7 @@ class Backbone(Stage):
                 return self.run(x, state, chunk)
 
         with self.chunk_context(), self.randomness.at_chunk(chunk.start):
-            y, after, pullback = tile.linearize(call, self.trained_parameters, x, state, gradients)
-
-        return y, after, pullback
+            return tile.linearize(call, self.trained_parameters, x, state, gradients)
 
     def linearize_again(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
@@ -353,7 +351,9 @@ class Backbone(Stage):
     def run_backbone(self, x: Tensor, state: State, chunk: Batch) -> tuple[ModelOutput, State]:
         """Return the output of the model's own backbone on a chunk, and the new state."""
         cache, past_length = copy.copy(self.stage_parts.cache), self.past_length(chunk)
-        positions = self._past_positions(chunk)
+        positions = None  # of the tokens before the chunk in its document; plain ones are counted
+        if self.positions is not None:
+            positions = self.positions[:, chunk.document : chunk.start].movedim(-1, 0)
         cache.layers = cache.layers_with_state(self.slots, state, past_length, positions)
         cache.row_lengths = self._row_lengths(chunk, past_length)
         if (entry := self.stage_parts.entry) is not None:
@@ -386,12 +386,6 @@ class Backbone(Stage):
         real_end = end if self.real_end is None else min(end, self.real_end)
         before = past_length - chunk.start
         return RowLengths(before + stop, before + end, before + real_end, self.is_padded_left)
-
-    def _past_positions(self, chunk: Batch) -> Tensor | None:
-        """Return the positions of the tokens before a chunk in its document, or None if they are plain."""
-        if self.positions is None:
-            return None
-        return self.positions[:, chunk.document : chunk.start].movedim(-1, 0)
 
     def call_backbone(self, x: Tensor, cache: ChunkCache, chunk: Batch, past_length: int = 0) -> ModelOutput:
         """Call the backbone on a chunk.
@@ -555,11 +549,7 @@ class CausalLM(Backbone):
 
 
 class LossHead(Stage):
-    """A causal LM's head where its layers are other stages: hidden states → the chunk's summed loss.
-
-    Args:
-        lm: the model as one stage, of which this is the end.
-    """
+    """The head of `lm`, where its layers are other stages: hidden states → the chunk's summed loss."""
 
     is_loss: ClassVar[bool] = True
 

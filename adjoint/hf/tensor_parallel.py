@@ -171,11 +171,8 @@ def _first_result(hook: Callable[..., object], calls: Iterable[tuple[object, ...
 def use_copies(model: nn.Module, memo: Mapping[int, object]) -> None:
     """Let the forwards that modules hold themselves, in the model's copy, run the copy's modules.
 
-    `copy.deepcopy` shares functions, and those of transformers' parallel styles close over the module.
-
-    Args:
-        memo: of the deepcopy.
-    """
+    `copy.deepcopy`, of which this is the memo, shares functions, and those of transformers' parallel styles
+    close over the module."""
     for module in model.modules():
         forward, copied = vars(module).get("forward"), memo.get(id(module))
         if isinstance(forward, types.FunctionType) and isinstance(copied, nn.Module):

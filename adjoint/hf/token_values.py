@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX, Batch
 from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
-from adjoint.engine.host_weights import fetched
-from adjoint.engine.step import ChunkedStep
 from adjoint.hf import check
 from adjoint.hf.call import WEIGHTS, Call
 from adjoint.hf.chunk_context import ChunkRandomness
-from adjoint.hf.head import head_logits, logprobs, run_checkpointed, vocab_size_of
+from adjoint.hf.head import logprobs, run_checkpointed, scaled_logits, vocab_size_of
 from adjoint.hf.hf_model import HFModel, backward_context
 from adjoint.hf.model_parts import current_weights_type
 from adjoint.hf.stage import Backbone, CallContext, make_step
@@ -48,7 +46,10 @@ class TokenValues(Backbone):
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)
-        return _values_of_chunk(self.model, output[0], chunk.targets, self.request), state
+        hidden, targets = output[0].flatten(0, 1), chunk.targets
+        labels = targets.clamp(min=0).flatten()  # of all tokens: to choose some, the host would wait
+        values = _values_of_tokens(self.model, hidden, labels, self.request).unflatten(0, targets.shape)
+        return values.masked_fill((targets == IGNORE_INDEX).unsqueeze(-1), 0), state
 
 
 class WeightedTokenValues(TokenValues):
@@ -99,13 +100,15 @@ def token_values(call: Call, request: ValueRequest) -> Tensor:
 
 def _differentiable_values(call: Call, verification: Verification, request: ValueRequest) -> Tensor:
     """Return the values of one forward by chunks, of all ranks that share it."""
-    group, dtype = verification.wrap_state.group, _values_dtype(call.model)
+    group = verification.wrap_state.group
     batch, spec = HFModel(verification).cut(call, group)
+    dtype = accumulate_dtype(call.model.get_output_embeddings().weight.dtype)
     collect = _CollectValues(batch, request, dtype)
     stage = _stage_of(TokenValues, call, verification, request)
     step = make_step([stage, collect], batch, spec, backward_context(verification), group)
     values = hidden_by_chunks(step, collect).hidden
-    _refuse_randomness(step, stage)
+    if step.distribution.shares_sequence and stage.randomness.has_drawn:
+        check.refuse(call.model, check.DRAWS_RANDOM_NUMBERS)
     return values.reshape(*call.ids.shape, -1)
 
 
@@ -134,31 +137,7 @@ def _stage_of(
     return stage
 
 
-def _refuse_randomness(step: ChunkedStep, stage: TokenValues) -> None:
-    """Raise Refused if ranks that share a sequence have drawn random numbers."""
-    if step.distribution.shares_sequence and stage.randomness.has_drawn:
-        check.refuse(stage.model, check.DRAWS_RANDOM_NUMBERS)
-
-
 # -------------------------------------------------------------------------------------------------- the head
-
-
-def _values_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of a model's values: float32, of a float64 model float64."""
-    return accumulate_dtype(model.get_output_embeddings().weight.dtype)
-
-
-def _values_of_chunk(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, request: ValueRequest
-) -> Tensor:
-    """Return the values of a chunk's predictions, (batch, tokens, values), 0 where the target is -100.
-
-    Args:
-        hidden: (batch, tokens, hidden_size). targets: (batch, tokens), shifted.
-    """
-    labels = targets.clamp(min=0).flatten()  # of all tokens: to choose some, the host would wait for a device
-    values = _values_of_tokens(model, hidden.flatten(0, 1), labels, request).unflatten(0, targets.shape)
-    return values.masked_fill((targets == IGNORE_INDEX).unsqueeze(-1), 0)
 
 
 def _values_of_tokens(
@@ -174,11 +153,9 @@ def _values_of_tokens(
         precision: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if request.in_float32:
             precision = torch.autocast(hidden.device.type, enabled=False)
-        with precision, fetched(model.get_output_embeddings()):
-            logits = head_logits(model, hidden[None])[0]
-        return values_of_logits(
-            logits.to(accumulate_dtype(logits.dtype)) / request.temperature, labels, request.names
-        )
+        with precision:
+            logits = scaled_logits(model, hidden, request.temperature)
+        return values_of_logits(logits, labels, request.names)
 
     tokens = tokens_per_slice(len(labels), vocab_size_of(model), hidden.is_cuda)
     pieces = zip(hidden.split(tokens), labels.split(tokens), strict=True)

@@ -90,21 +90,14 @@ CACHE_FIELD = next(name for name in CACHE_NAMES if name in _fields)
 
 
 def cache_argument(parameters: Mapping[str, object]) -> str:
-    """Return the name under which a forward takes the cache.
+    """Return the name under which a forward with these parameters takes the cache.
 
-    Args:
-        parameters: of the forward, by name. One that names no cache passes its keyword arguments on to
-            modules of this release.
-    """
+    One that names no cache passes its keyword arguments on to modules of this release."""
     return next((name for name in CACHE_NAMES if name in parameters), CACHE_FIELD)
 
 
 def named_cache(arguments: dict[str, object], parameters: Mapping[str, object]) -> dict[str, object]:
-    """Return a call's arguments by name, with the cache under the name that the forward takes.
-
-    Args:
-        arguments: of the call, with the cache under any of its names.
-        parameters: of the forward, by name.
+    """Return a call's arguments with the cache under the name that a forward with these parameters takes.
 
     Raises:
         UserError: it is given under two names, and they are different caches; or the forward takes its state
@@ -258,12 +251,8 @@ def loads_unchanged(model: PreTrainedModel) -> bool:
 def empty_model(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> PreTrainedModel | None:
-    """Return a model of a class that occupies no memory, as transformers makes one before it loads weights;
-    None if the class cannot be made so.
-
-    Args:
-        config: the model's; its dtype becomes `dtype`, unless that is None.
-    """
+    """Return a model of a class that occupies no memory, as transformers makes one before it loads weights,
+    in `dtype` or the configuration's; None if the class cannot be made so."""
     safe_creation = optional("initialization", "meta_device_safe_creation_ops")
     config = copy.deepcopy(config)
     with contextlib.ExitStack() as contexts:

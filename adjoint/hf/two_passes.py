@@ -60,11 +60,7 @@ class _TwoPasses(torch.autograd.Function):
 
 
 def refuse_other_values(loss: Tensor, terms: Tensor) -> None:
-    """Raise ChunkChangedError if the second pass has other log-probabilities than the first.
-
-    Args:
-        loss: the second pass's sum of `terms`.
-    """
+    """Raise ChunkChangedError unless the second pass's loss is the sum of the first one's terms."""
     dtype = torch.bfloat16 if torch.is_autocast_enabled(terms.device.type) else terms.dtype
     size = terms.abs().sum()
     if bool((loss - terms.sum()).abs() > max(RECOMPUTE_RTOL[dtype], 1e-4) * size):

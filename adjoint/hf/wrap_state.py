@@ -65,6 +65,7 @@ class ValueRequest:
     in_float32: bool = False
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class WrapState:
     """State of a wrapped model: the `_adjoint` attribute of the causal LM and of its backbone, one object.
 
@@ -90,31 +91,26 @@ class WrapState:
         programs: recordings of tiles with `Exact(cuda_graphs=True)`.
     """
 
-    def __init__(
-        self,
-        method: Method,
-        outer_model: ref[nn.Module] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.method = method
-        self.uses_original_forward = False
-        self.lock = ModelLock()
-        self.verifications: list[Any] = []
-        self.outer_model = outer_model
-        self.group = group
-        self.announced = False
-        self.lm_call = OuterCall()
-        self.holdings: dict[nn.Module, Holding] | None = None
-        self.values_asked: ValueRequest | None = None
-        self.programs = Programs()
+    method: Method
+    outer_model: ref[nn.Module] | None = None
+    group: dist.ProcessGroup | None = None
+    uses_original_forward: bool = False
+    lock: ModelLock = dataclasses.field(default_factory=ModelLock)
+    verifications: list[Any] = dataclasses.field(default_factory=list)
+    announced: bool = False
+    lm_call: OuterCall = dataclasses.field(default_factory=OuterCall)
+    holdings: dict[nn.Module, Holding] | None = None
+    values_asked: ValueRequest | None = None
+    programs: Programs = dataclasses.field(default_factory=Programs)
+
+    @property
+    def runs_chunks(self) -> bool:
+        """Whether calls run by chunks now."""
+        return self.method.has_chunks and not self.uses_original_forward
 
     @contextlib.contextmanager
     def during_call(self, abandon: Callable[[], None]) -> Iterator[None]:
-        """Hold the model for a call of the user's; in it `holdings` are remembered.
-
-        Args:
-            abandon: called if the call ends with an error.
-        """
+        """Hold the model for a call of the user's, which remembers `holdings`; call `abandon` if it fails."""
         with self.lock:
             is_outermost = self.holdings is None
             if is_outermost:
@@ -131,11 +127,8 @@ class WrapState:
 
     @contextlib.contextmanager
     def in_lm(self, inputs: Mapping[str, object], needs: CallNeeds | None) -> Iterator[OuterCall]:
-        """Let the backbone know inputs of the causal LM's call; yield what it returns beside its output.
-
-        Args:
-            needs: what ranks have agreed on.
-        """
+        """Let the backbone know inputs of the causal LM's call, and what ranks have agreed that they need;
+        yield what it returns beside its output."""
         before, self.lm_call = self.lm_call, OuterCall(inputs, has_agreed=True, needs=needs)
         try:
             yield self.lm_call
@@ -162,8 +155,5 @@ def wrap_state_or_original(model: nn.Module) -> WrapState:
     A model may have a wrapped model's class without having been wrapped: `type(model).from_pretrained(…)`
     makes one. The new state is not attached to it."""
     # not getattr, by which a wrapper such as PEFT's finds the attributes of the model inside it
-    wrap_state = model.__dict__.get("_adjoint")
-    if wrap_state is None:
-        wrap_state = WrapState(Backprop())
-        wrap_state.uses_original_forward = True
-    return wrap_state
+    wrap_state: WrapState | None = model.__dict__.get("_adjoint")
+    return WrapState(Backprop(), uses_original_forward=True) if wrap_state is None else wrap_state

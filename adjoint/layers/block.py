@@ -145,11 +145,7 @@ class Block(nn.Module):
     def _on_all_tokens(
         self, call: Callable[[Tensor], T], x: Tensor, seqlen: int | None, is_complete: bool
     ) -> T:
-        """Return `call` of all ranks' tokens of x.
-
-        Args:
-            is_complete: as in `gather_tokens`.
-        """
+        """Return `call` of all ranks' tokens of x, as `gather_tokens` gathers them."""
         if self.tensor_group is None:
             return call(x)
         assert seqlen is not None

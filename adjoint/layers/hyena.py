@@ -51,11 +51,7 @@ class HyenaMixer(ScanMixer):
     """in_proj → short conv1d over (q, k, v) → filter of k v, gated by q → out_proj.
 
     State: the conv tail (batch, 3 d_model, d_conv - 1), and the filter's state. A subclass has the filter as
-    `scan`.
-
-    Args:
-        filter_state: shape of the filter's state.
-    """
+    `scan`."""
 
     projected = True
     undecayed = frozenset({"h", "D", "A_log", "residues"})

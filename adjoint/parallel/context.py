@@ -117,11 +117,7 @@ def group_of(group: object, setting: str = "sequence_group") -> dist.ProcessGrou
 def telling_ranks(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Tell the ranks of a group if this one's call ends with an error before they have agreed on it.
 
-    They would wait for it until the group's timeout. The others' error says which rank it is.
-
-    Args:
-        device: on which the model computes.
-    """
+    They would wait for it until the group's timeout. The others' error says which rank it is."""
     agreements = _agreements.get(group, 0)
     try:
         yield
@@ -409,9 +405,6 @@ def distribution_of(
 
 class SequenceGroup(Distribution):
     """The ranks of a group, each with all stages, to whom the chunks of a sequence are dealt in turn.
-
-    Args:
-        group: a process group (`group_of`), or `SINGLE_RANK`.
 
     Attributes:
         transport: to the other ranks; set by `begin`.

@@ -114,15 +114,6 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
     return _meshes[model]
 
 
-def largest(model: nn.Module, *values: float) -> list[float]:
-    """Return the maximum of each value over the processes that share the model."""
-    mesh = mesh_of(model)
-    maxima = torch.tensor(values, dtype=torch.float64, device=mesh_device(mesh))
-    for dim in range(mesh.ndim):
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return maxima.tolist()
-
-
 class Gathering:
     """A runner of code as a forward of a sharded model's root, for FSDP alone: users' hooks are not called.
 
@@ -187,16 +178,6 @@ def collected_gradients(
         reshard(root)  # parameters stay gathered after set_reshard_after_backward(False)
         for p, gradient, hooks in before:
             p.grad, p._post_accumulate_grad_hooks = gradient, hooks
-
-
-def reduce_at_once(root: nn.Module) -> None:
-    """Make FSDP reduce gradients in the backward of a plain call.
-
-    This overrides `set_requires_gradient_sync(False)`: unreduced ones would count for a later call by
-    chunks."""
-    if "_adjoint_run" not in root.__dict__:
-        for unit in units(root):
-            unit.set_requires_gradient_sync(True, recurse=False)
 
 
 def _reduce(root: Any) -> None:
@@ -338,11 +319,8 @@ def _gradients_from(model: nn.Module, state: State) -> Iterator[None]:
     def depend(_: nn.Module, __: object, y: object) -> object:
         return y if not isinstance(y, Tensor) or y.requires_grad else y + zero.to(y)
 
-    handle = embedding.register_forward_hook(depend)
-    try:
+    with embedding.register_forward_hook(depend):
         yield
-    finally:
-        handle.remove()
 
 
 class _AutogradGradients(Gradients):
@@ -648,11 +626,17 @@ class FSDPWeights(GatheredWeights):
             set_all_reduce(self.root, True)
 
     def begin_plain_call(self) -> dict[Tensor, Tensor]:
-        reduce_at_once(self.root)
+        # overrides set_requires_gradient_sync(False): unreduced gradients would count for a later call
+        for unit in units(self.root) if "_adjoint_run" not in vars(self.root) else ():
+            unit.set_requires_gradient_sync(True, recurse=False)
         return {}
 
     def largest(self, *values: float) -> list[float]:
-        return largest(self.model, *values)
+        mesh = mesh_of(self.model)
+        maxima = torch.tensor(values, dtype=torch.float64, device=mesh_device(mesh))
+        for dim in range(mesh.ndim):
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        return maxima.tolist()
 
     def why_not_shared(self, group: object) -> str | None:
         """Return why the ranks of a group cannot share a sequence of a sharded model; None if they can.
@@ -687,11 +671,7 @@ class FSDPUnitWeights(Weights):
 def _verify_stack(
     weights: GatheredWeights, step_of: Callable[[Batch, EngineSpec], ChunkedStep], device: torch.device
 ) -> None:
-    """Compare the gradients of a few tokens computed by chunks with those of plain autograd.
-
-    Raises:
-        Refused: they differ, in this process or another.
-    """
+    """Refuse a stack whose gradients of a few tokens by chunks, in any process, are not plain autograd's."""
     stack: Any = weights.model
     parameters = trained_parameters(weights)
     names = [name for name, p in stack.named_parameters() if p.requires_grad]

@@ -93,12 +93,8 @@ def interfaces() -> dict[str, str]:
 
 
 def source_address(toward: str) -> str | None:
-    """The address of this host from which packets to another one leave; None without a route. Nothing is
-    sent.
-
-    Args:
-        toward: a host's name or address.
-    """
+    """The address of this host from which packets to another one, by its name or address, leave; None without
+    a route. Nothing is sent."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -144,9 +144,6 @@ class TensorParallel:
 
     Tensors of a parameter's local shape, such as its gradient or an optimizer's moments, are placed like it.
 
-    Args:
-        group: the ranks that split the stack.
-
     Attributes:
         rank: this process's. ranks: how many there are.
         placements: by the parameter's name.
@@ -459,18 +456,6 @@ def _sum_shared_rows(pairs: Iterable[tuple[Placement, Tensor | None]], group: di
             placement.put_shared(tensor, piece.view_as(term))
 
 
-def summed_over_ranks(split: TensorParallel, model: nn.Module) -> dict[Tensor, Tensor]:
-    """Return, for each parameter that shares rows with other ranks, a stand-in to use in plain autograd."""
-    named = [
-        (n, p) for n, p in model.named_parameters() if p.requires_grad and split.placements[n].shared_rows
-    ]
-    if not named or not torch.is_grad_enabled():
-        return {}
-    names, parameters = zip(*named, strict=True)
-    placements = [split.placements[name] for name in names]
-    return dict(zip(parameters, _SummedOverRanks.apply(split.group, placements, *parameters), strict=True))
-
-
 def reads_windows(spec: EngineSpec) -> bool:
     """Whether tiles read windows of tokens, for which every rank needs all tokens of the residual stream."""
     return spec.backward.window is not None
@@ -491,7 +476,15 @@ class TensorParallelWeights(Weights):
         return isinstance(vars(model).get("tensor_parallel"), TensorParallel)
 
     def begin_plain_call(self) -> dict[Tensor, Tensor]:
-        return summed_over_ranks(self.split, self.model)
+        """Return a stand-in for each parameter that shares rows with other ranks."""
+        named, split = self.model.named_parameters(), self.split
+        pairs = [(p, split.placements[name]) for name, p in named if p.requires_grad]
+        pairs = [(p, placement) for p, placement in pairs if placement.shared_rows]
+        if not pairs or not torch.is_grad_enabled():
+            return {}
+        parameters, placements = zip(*pairs, strict=True)
+        summed = _SummedOverRanks.apply(split.group, [*placements], *parameters)
+        return dict(zip(parameters, summed, strict=True))
 
     def sweep(self, backward_context: ContextFactory = contextlib.nullcontext) -> Sweep:
         return TensorParallelSweep(self, backward_context)

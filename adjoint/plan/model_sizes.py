@@ -74,10 +74,7 @@ class LayerSize:
 
 
 class Model:
-    """A model that is planned for.
-
-    Args:
-        sharded: the model as shards hold it.
+    """A model that is planned for, made of it as shards hold it.
 
     Attributes:
         source: the StackConfig or `Pretrained` that it was made from. kind: as `Method.why_not` takes it.

@@ -37,11 +37,7 @@ WIDEST = 1024  # d_model of the layer that is timed in the place of a model's ow
 
 
 class PretrainedModel(Model):
-    """A causal LM of transformers.
-
-    Args:
-        pretrained: its description.
-    """
+    """A causal LM of transformers."""
 
     kind: ModelKind = "wrapped"
     values_apart: ClassVar[bool] = False

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class StackModel(Model):
-    """A `Stack`.
-
-    Args:
-        config: the configuration of the complete stack.
-    """
+    """A `Stack`, by the configuration of the complete one."""
 
     def __init__(self, config: StackConfig) -> None:
         self.strands = config.strands

@@ -240,14 +240,10 @@ class Setup:
         return Pipeline(grid, owners.fitted_to(grid), spec, helpers)
 
     def counted_chunks(self, spans: Sequence[range], tiles: int, ends: int = 2) -> list[int]:
-        """Return numbers of chunks from which the whole sequence is extrapolated.
+        """Return `ends` numbers of chunks from which the whole sequence is extrapolated.
 
         If programs have no more than `tiles` tiles, it is the number of all chunks alone. The numbers are
-        multiples of the workers that share a sequence, and of a task's chunks.
-
-        Args:
-            ends: how many numbers to return.
-        """
+        multiples of the workers that share a sequence, and of a task's chunks."""
         stages = len(self.pieces(spans))
         least, step = 2 * self.layout.shards + 2, self.layout.sequence
         if self.window[0] is not None:
@@ -402,11 +398,7 @@ class Memory:
 
 
 def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
-    """Return the memory of each shard: of its workers that share a sequence, the one with most.
-
-    Args:
-        spans: every shard's layers, bottom up.
-    """
+    """Return the memory of each shard, bottom up: of its workers that share a sequence, the one with most."""
     if getattr(setup.model.source, "bidirectional", None) is not None:
         return [_memory_in_both_directions(setup)]
     setup = setup.tensor_rank

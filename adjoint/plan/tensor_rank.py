@@ -66,11 +66,7 @@ def why_not_split(source: object, ranks: int) -> str | None:
 
 
 class RankModel(Model):
-    """The share of a model that each of some ranks has.
-
-    Args:
-        model: the complete one. ranks: how many share it.
-    """
+    """The share of a complete model that each of some ranks has."""
 
     def __init__(self, model: Model, ranks: int) -> None:
         vars(self).update(vars(model))

@@ -262,12 +262,8 @@ class Stack(ChunkedStack):
     def _agree_on_call(self, method: Method, options: dict[str, object], is_one_token: bool) -> None:
         """Refuse ranks that gather weights together and call with different options: they would not meet.
 
-        Chunk sizes may differ, as lengths may. One token after a state, as in generation, may be one rank's
-        alone where that has all weights.
-
-        Raises:
-            UserError: they do; all of them raise it.
-        """
+        All of them raise it. Chunk sizes may differ, as lengths may. One token after a state, as in
+        generation, may be one rank's alone where that has all weights."""
         if (weights := weights_of(self)).is_gathered and not (is_one_token and has_all_weights(self)):
             options["method"] = method.name, repr(method.storage)
             options["whether gradients are on"] = torch.is_grad_enabled()
@@ -527,9 +523,7 @@ class Stack(ChunkedStack):
 def _range(numbers: Tensor, ignored: bool) -> tuple[int, int]:
     """Return the least and the greatest number of (batch, seqlen), piece by piece, so that no copy is large.
 
-    Args:
-        ignored: whether -100 counts as 0.
-    """
+    With `ignored`, -100 counts as 0."""
     pieces = numbers.split(READ_AT_ONCE, dim=1)
     if ignored:
         pieces = (piece.masked_fill(piece == IGNORE_INDEX, 0) for piece in pieces)

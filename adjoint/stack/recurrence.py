@@ -39,6 +39,7 @@ from adjoint.engine.verification import (
     verify,
 )
 from adjoint.errors import UserError
+from adjoint.kernels import dispatch
 from adjoint.kernels.checks import accumulate_dtype, outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
@@ -600,9 +601,7 @@ def _verify_once(call: _SequenceCall, subject: object = None) -> float:
     objects, settings = parts_of(call.function if subject is None else subject)
     loss_objects, loss_settings = parts_of(call.loss)
     kinds = _verified.with_objects([*objects, *loss_objects]).kinds
-    autocast = (
-        torch.get_autocast_dtype(call.device.type) if torch.is_autocast_enabled(call.device.type) else None
-    )
+    autocast = dispatch.autocast_dtype(call.device)
     tensors = [(t.dtype, t.shape[2:]) for t in call.inputs] + [(s.dtype, s.shape) for s in call.state]
     training = tuple(module.training for _, module in call.modules)
     kind = (

@@ -19,11 +19,7 @@ from adjoint.stack.calls import Stack
 
 
 class ShardedStack:
-    """A `Stack` of which each worker holds consecutive layers: see `ShardedModel`.
-
-    Args:
-        config: of the complete stack.
-    """
+    """A `Stack` of which each worker holds consecutive layers: see `ShardedModel`."""
 
     embedding, head = "embedding.weight", "lm_head.weight"
     has_layer_stages, draws_numbers = True, False

@@ -50,11 +50,7 @@ def record(model: Section, tokenizer: Sequence[Path]) -> dict[str, str]:
 
 
 def check_model(checkpoint: Place, config: ConfigDict) -> None:
-    """Raise a UserError where the folder of the pretrained model is not as it was when the run began.
-
-    Args:
-        config: says where the folder is now.
-    """
+    """Raise a UserError where the folder of the pretrained model is not as it was when the run began."""
     recorded, model = _recorded(checkpoint), config["model"]
     kinds = [kind for kind in _MODEL_FILES if kind in recorded]
     if not kinds:

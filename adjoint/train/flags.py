@@ -129,11 +129,8 @@ def unknown_flag(word: str, flags: Collection[str], prog: str) -> UserError:
 
 
 def unknown_key(name: str, origin: str, keys: Collection[str]) -> UserError:
-    """Return an error for a key that no configuration has, with the key that may be meant.
-
-    Args:
-        origin: the flag, file or variable that has it.
-    """
+    """Return an error for a key, of a flag, file or variable, that no configuration has, with the key that
+    may be meant."""
     sections = {key.partition(".")[0] for key in keys} if not origin.startswith("-") else set[str]()
     section = difflib.get_close_matches(name, sections, n=1, cutoff=0.8)  # in a file, `trainingg:`
     guess = section[0] if section else FOREIGN_KEYS.get(name.rpartition(".")[2]) or nearest(name, keys)

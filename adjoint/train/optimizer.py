@@ -73,14 +73,9 @@ def _is_projection(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _head_of(module: nn.Module) -> object:
-    get_head = getattr(module, "get_output_embeddings", None)
-    return None if get_head is None else get_head()
-
-
 def _projections(model: nn.Module) -> set[int]:
     """Return the ids of the matrices of linear layers other than the head."""
-    heads = {id(_head_of(module)) for module in model.modules()}
+    heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
     return {
         id(module.weight)
         for name, module in model.named_modules()

@@ -49,10 +49,7 @@ def config_file(path: str) -> Place:
 
 
 def file_values(path: str, keys: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Yield the dotted keys and values of a YAML file.
-
-    Args:
-        keys: of all configurations.
+    """Yield the dotted keys and values of a YAML file, whose sections are those of all configurations' keys.
 
     Raises:
         UserError: there is no such file, or it has no sections.

@@ -100,11 +100,11 @@ def test_a_wrapped_teacher_runs_by_chunks() -> None:
 
 
 def test_no_logits_of_a_sequence_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adjoint.hf import distillation
+    from adjoint.hf import head
 
-    sizes, head_logits = [], distillation.head_logits
+    sizes, head_logits = [], head.head_logits
     monkeypatch.setattr(
-        distillation,
+        head,
         "head_logits",
         lambda lm, hidden: sizes.append(hidden.shape[1]) or head_logits(lm, hidden),
     )

@@ -18,24 +18,32 @@ from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 
 
-class _Mamba(nn.Module):
-    """Attributes of fla's Mamba."""
+class _MambaMixer(nn.Module):
+    """Attributes of fla's Mamba and Mamba2; each has some."""
 
     in_proj: nn.Linear
     conv1d: nn.Conv1d
     x_proj: nn.Linear
     dt_proj: nn.Linear
+    dt_bias: nn.Parameter
+    norm: nn.Module | None
     out_proj: nn.Linear
     A_log: nn.Parameter
     D: nn.Parameter
+    D_has_hdim: bool
     dt_rank: int
+    dt_limit: tuple[float, float]
     ssm_state_size: int
+    intermediate_size: int
+    conv_dim: int
+    n_groups: int
+    num_heads: int
     activation: str
     act: Callable[[Tensor], Tensor]
 
 
 def _mamba(
-    module: _Mamba,
+    module: _MambaMixer,
     cache: RecurrentLayer,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
@@ -61,28 +69,8 @@ def _mamba(
     return module.out_proj(y * module.act(gate)), None
 
 
-class _Mamba2(nn.Module):
-    """Attributes of fla's Mamba2."""
-
-    in_proj: nn.Linear
-    conv1d: nn.Conv1d
-    norm: nn.Module | None
-    out_proj: nn.Linear
-    A_log: nn.Parameter
-    D: nn.Parameter
-    dt_bias: nn.Parameter
-    dt_limit: tuple[float, float]
-    intermediate_size: int
-    conv_dim: int
-    n_groups: int
-    num_heads: int
-    D_has_hdim: bool
-    activation: str
-    act: Callable[[Tensor], Tensor]
-
-
 def _mamba2(
-    module: _Mamba2,
+    module: _MambaMixer,
     cache: RecurrentLayer,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
@@ -119,24 +107,28 @@ def _mamba2(
     return module.out_proj(y), None
 
 
-class _Attention(nn.Module):
-    """Attributes of fla's Attention."""
+class _AttentionMixer(nn.Module):
+    """Attributes of fla's Attention and MultiheadLatentAttention; each has some."""
 
-    q_proj: nn.Linear
+    q_proj: nn.Module
     k_proj: nn.Linear
     v_proj: nn.Linear
+    kv_proj: nn.Module
+    k_rope: nn.Linear
     o_proj: nn.Linear
     q_norm: nn.Module
     k_norm: nn.Module
     rotary: nn.Module
     qk_norm: bool
+    num_heads: int
     head_dim: int
+    qk_nope_head_dim: int
     window_size: int | None
     max_position_embeddings: int | None
 
 
 def _attention(
-    module: _Attention,
+    module: _AttentionMixer,
     cache: AttentionLayer,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,  # of padding behind a chunk's tokens, which no token sees
@@ -154,23 +146,8 @@ def _attention(
     return module.o_proj(y.transpose(1, 2).flatten(-2)), None
 
 
-class _LatentAttention(nn.Module):
-    """Attributes of fla's MultiheadLatentAttention."""
-
-    q_proj: nn.Module
-    kv_proj: nn.Module
-    k_rope: nn.Linear
-    o_proj: nn.Linear
-    rotary: nn.Module
-    num_heads: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    window_size: int | None
-    max_position_embeddings: int | None
-
-
 def _latent_attention(
-    module: _LatentAttention,
+    module: _AttentionMixer,
     cache: AttentionLayer,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,  # as of attention
@@ -196,7 +173,7 @@ def _latent_attention(
     return module.o_proj(y.transpose(1, 2).flatten(-2)), None
 
 
-def _mixer_conv(module: _Mamba | _Mamba2, cache: RecurrentLayer, x: Tensor) -> Tensor:
+def _mixer_conv(module: _MambaMixer, cache: RecurrentLayer, x: Tensor) -> Tensor:
     """Convolve x (batch, seqlen, channels) from the cache's tail on, and store the new tail."""
     weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
     is_silu = module.activation in ("silu", "swish")

@@ -97,13 +97,6 @@ class _Norm(nn.Module):
     activation: str
 
 
-class _GatedMLP(nn.Module):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Linear
-    act_fn: nn.Module
-
-
 class Replacement(NamedTuple):
     """The formula for the forward of some of transformers' classes.
 
@@ -140,11 +133,6 @@ class NormForm(NamedTuple):
 NORM, NORM_AROUND_ONE = NormForm(), NormForm("eps", 1.0)
 
 
-def _fits_mlp(module: _GatedMLP) -> bool:
-    """Whether an MLP's activation is an unchanged SiLU."""
-    return is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__)
-
-
 REPLACEMENTS = (
     # transformers' own RMSNorm keeps two or three tensors as large as its input for the backward. Ours saves
     # 5% of a step's memory (Mamba-2, Llama), with a gate 20% (Mamba-2) and 11% (Bamba); 0 to 5% of its time.
@@ -162,7 +150,7 @@ REPLACEMENTS = (
         frozenset(GATED_MLPS.split()),
         1,
         lambda module, x: gated_linear(module.gate_proj(x), module.up_proj(x), module.down_proj),
-        _fits_mlp,
+        lambda module: is_untouched(module.act_fn, nn.SiLU, ACT2FN["silu"].__class__),
     ),
 )
 

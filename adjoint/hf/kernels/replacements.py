@@ -56,7 +56,7 @@ class ReplacementPlan:
     """Replacements in a model, valid as long as the model's snapshot; it keeps no module alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.functions = _functions_by_namespace(model)
+        self.functions = functions_by_namespace(model)
         self.rows, self.mixers, self.pickers = replacement_rows(model), _mixers(model), key_pickers(model)
         self.has_fla_modules = any(map(fla.is_of_fla, model.modules()))
 
@@ -333,15 +333,7 @@ REGISTRIES: FunctionReplacements = [
 ]
 
 
-def function_replacements(model: nn.Module) -> FunctionReplacements:
-    """Return the mappings in which a model's code looks up functions, with ours for each.
-
-    They are the namespaces of the Python modules that define the model's classes, transformers' registries,
-    and fla's modules that hold a function as an attribute."""
-    return [*_functions_by_namespace(model), *fla.activation_replacements(model), *REGISTRIES]
-
-
-def _functions_by_namespace(model: nn.Module) -> FunctionReplacements:
+def functions_by_namespace(model: nn.Module) -> FunctionReplacements:
     """Return the namespaces of the Python modules that define a model's classes, each with our functions."""
     pairs = [
         (names, {name: f for name, f in _functions_for(names).items() if name in names})
@@ -413,22 +405,16 @@ def pytorch_references(model: PreTrainedModel) -> Iterator[None]:
             name: table.get(name, f) for name, f in originals.items() if name in always or is_hub_function(f)
         }
         functions.append((names, ours))
-    with _dispatchers_installed(functions), _without_fused_loss(model):
+    fused_losses = ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ()
+    with _dispatchers_installed(functions), contextlib.ExitStack() as stack:
+        for setting in fused_losses:
+            if getattr(model.config, setting, False):
+                stack.callback(override_attribute(model.config, setting, False))
         _thread_state.references += 1
         try:
             yield
         finally:
             _thread_state.references -= 1
-
-
-@contextlib.contextmanager
-def _without_fused_loss(model: PreTrainedModel) -> Iterator[None]:
-    """Make an fla model compute its loss by PyTorch, for the time of the context."""
-    with contextlib.ExitStack() as stack:
-        for setting in ("fuse_cross_entropy", "fuse_linear_cross_entropy") if fla.is_of_fla(model) else ():
-            if getattr(model.config, setting, False):
-                stack.callback(override_attribute(model.config, setting, False))
-        yield
 
 
 @contextlib.contextmanager

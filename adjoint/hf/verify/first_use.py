@@ -42,7 +42,7 @@ from adjoint.engine.verification import (
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
+from adjoint.hf.call import LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
@@ -84,6 +84,7 @@ from adjoint.hf.verify.trials import (
     warn_of_idle_adapters,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
+from adjoint.kernels import dispatch
 from adjoint.kernels.checks import outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import Holding
@@ -142,7 +143,7 @@ class Verification:
         self.model_ref, self.snapshot, self.parts = weakref.ref(model), snapshot, StageParts(model)
         self.wrap_state = wrap_state_or_original(model)
         self.holding, self.outer_classes, self.fetches = holding, outer_classes, False
-        self.autocast_dtype = _autocast_dtype(holding.device)
+        self.autocast_dtype = dispatch.autocast_dtype(holding.device)
         self.results: dict[Hashable, Any] = {}
         self.difference = 0.0
 
@@ -225,11 +226,6 @@ class Verification:
         return method.engine_spec(seqlen, size, starts)
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return autocast's dtype on a device, or None if it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 def _outer_classes(model: nn.Module) -> Sequence[type]:
     """Return the classes of all modules of what was wrapped, if that is a module around the model."""
     root = root_of(model)
@@ -251,7 +247,7 @@ def verification_of(model: PreTrainedModel, rests: bool = False) -> Verification
             for verification in wrap_state.verifications
             if verification.model_ref() is model
             and verification.outer_classes == outer_classes
-            and verification.autocast_dtype == _autocast_dtype(verification.holding.device)
+            and verification.autocast_dtype == dispatch.autocast_dtype(verification.holding.device)
             and not verification.snapshot.difference(snapshot)
         ]
 
@@ -313,8 +309,7 @@ def verify(call: Call) -> Verification:
         check.refuse_unsupported_modules(model)
         verification.results[check.refuse_unsupported_modules] = True
     # Processes that gather weights together must run the same trials: each runs what any of them needs.
-    names = tuple([name for name in (*DOCUMENT_INPUTS, "attention_mask") if name in call.provided])
-    packed_key = "packed", names, call.arguments.get("use_cache")
+    packed_key = "packed", call.document_inputs, call.arguments.get("use_cache")
     tries_documents = call.is_packed and packed_key not in verification.results
     needs = kind.padded, call.reads_padding, call.is_padded_left, tries_documents
     padded, reads_padding, is_padded_left, any_tries_documents = map(
@@ -328,10 +323,7 @@ def verify(call: Call) -> Verification:
 
     if reads_padding:
         key = _padding_key(kind)
-
-        def compare_padded() -> float:
-            return verification.compute_once(key[1], compare_gradients, key[1])
-
+        compare_padded = functools.partial(verification.compute_once, key[1], compare_gradients, key[1])
         works = verification.compute_once(key, reproduces_padding, model, compare_padded)
         kind = kind if kind.loss else kind._replace(padded=works)
     elif not kind.loss:
@@ -361,11 +353,7 @@ def verify(call: Call) -> Verification:
 def refuse_different_parts(call: Call, holding: Holding) -> None:
     """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
 
-    Their collectives would not meet, or add up parts of different tokens.
-
-    Raises:
-        UserError: they do.
-    """
+    Their collectives would not meet, or add up parts of different tokens."""
     if not (groups := holding.tensor_parallel_groups):
         return
     model = call.model
@@ -421,17 +409,10 @@ def verify_pieces(call: Call) -> Verification:
 
 
 def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequence[str]) -> None:
-    """Refuse inputs that chunks do not support and that the model reads.
+    """Refuse inputs that the model reads, of `Call.unknown_inputs` or `Call.unknown_to_backbone`.
 
     Inputs that its own forward does not read, such as a data set's column that a trainer passes on, are
-    ignored.
-
-    Args:
-        names: `Call.unknown_inputs`, or for a whole sequence `Call.unknown_to_backbone`.
-
-    Raises:
-        Refused: an input is read by the model.
-    """
+    ignored."""
     for name in names:
         if not verification.compute_once(
             ("ignored", name, call.has_labels), ignores_input, call.model, name, call.has_labels
@@ -441,14 +422,10 @@ def refuse_unknown_inputs(verification: Verification, call: Call, names: Sequenc
 
 
 def refuse_documents_that_mix(verification: Verification, call: Call) -> None:
-    """Refuse a call's documents if the model's own code does not keep them apart.
-
-    Raises:
-        Refused: it does not, for the form in which they are described.
-    """
-    (has_numbers,) = current_weights(call.model).largest(bool(call.document_arguments))
-    if has_numbers:  # in any process that holds a part of the weights
-        names = call.document_arguments or ("seq_idx",)
+    """Refuse documents that the model's own code does not keep apart, as the call describes them."""
+    is_numbered = call.numbers_documents
+    if current_weights(call.model).largest(is_numbered)[0]:  # in any process that holds a part of the weights
+        names = call.document_inputs if is_numbered else ("seq_idx",)
         with in_eval_mode(call.model):
             verification.compute_once(names, refuse_if_documents_mix, call.model, names)
 

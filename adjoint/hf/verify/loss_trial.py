@@ -86,11 +86,7 @@ def refuse_loss_of_own_forward(call: Call) -> None:
     such a sum.
 
     The gradients of a few tokens have been compared before, so a head that needs more than hidden states is
-    left to that comparison.
-
-    Raises:
-        Refused: it is not.
-    """
+    left to that comparison."""
     model = call.model
     if check.z_loss_coefficient(model):
         return  # which has a trial of its own

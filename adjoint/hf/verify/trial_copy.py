@@ -57,7 +57,9 @@ def make_trial_copy(model: PreTrainedModel) -> PreTrainedModel | None:
             return None
     memo: dict[int, object] = {id(layer): PassThrough(layer) for layer in left_out}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_readable(_to_float32_if_half(p.detach())), p.requires_grad)
+        values = _to_float32_if_half(p.detach())
+        values = values.clone() if values.is_inference() else values  # which autograd could not read
+        memo[id(p)] = nn.Parameter(values, p.requires_grad)
     memo |= shared_memory(model)
     for buffer in model.buffers():
         memo[id(buffer)] = _to_float32_if_half(buffer.detach().clone())
@@ -107,11 +109,6 @@ def duplicate_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
         else:
             descriptions.append(description)
     return duplicates
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor that autograd can read: a copy, if this one was made in inference mode."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _to_float32_if_half(tensor: Tensor) -> Tensor:

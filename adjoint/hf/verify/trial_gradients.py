@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +72,6 @@ def gradients_by_autograd(
     """
     tokens = TOKENS - PADDED_TOKENS if padded else TOKENS
 
-    def of_real_tokens(hidden: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        return {name: [piece[:, :tokens] for piece in pieces] for name, pieces in hidden.items()}
-
     def run(
         model: PreTrainedModel, ids: Tensor, labels: Tensor, followed: Sequence[Tensor]
     ) -> LossAndGradients:
@@ -84,7 +81,8 @@ def gradients_by_autograd(
                 value, by_parameter = weights.loss_and_gradients(
                     followed, lambda: weights.run(lambda: loss(model, ids, labels))
                 )
-            return LossAndGradients(value, [by_parameter.get(p) for p in followed], of_real_tokens(hidden))
+            hidden = {name: [piece[:, :tokens] for piece in pieces] for name, pieces in hidden.items()}
+            return LossAndGradients(value, [by_parameter.get(p) for p in followed], hidden)
 
     return run
 
@@ -124,18 +122,18 @@ def gradient_functions(
     """Return the two ways to compute a loss and its gradients: of the whole, and by chunks.
 
     The loss is the causal LM's or, if the kind has none, a weighted sum of the backbone's hidden states. If
-    the kind is shared, chunks run as on the ranks of a group.
-
-    Args:
-        method: the model's method.
-        kind: of the call that is compared.
-        fetches: as in `Backbone`.
-    """
+    the kind is shared, chunks run as on the ranks of a group."""
 
     def loss_of_whole(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
         call = example_call(model, ids, labels, kind)
-        with feeding_whole(call) as fed_call:
-            output = fed_call.run_original(use_cache=False, return_dict=True)
+        feeds: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if (language_inputs := call.language_inputs) is not None:
+            inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
+            outer = outer_inputs(model, inputs, language_inputs.tokens)
+            call = dataclasses.replace(call, arguments={**call.arguments, **outer})
+            feeds = feeding(model, inputs)
+        with feeds:
+            output = call.run_original(use_cache=False, return_dict=True)
         if not kind.loss:
             return WeightedSum.sum(output[0])
         if not kind.routed:
@@ -169,19 +167,6 @@ def example_call(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: Call
         return Call(model, inputs)
     types = torch.tensor(EXAMPLE_TOKEN_TYPES, device=ids.device)[None]
     return Call(model, inputs, kind.language_layout.example(ids, inputs.pop(EMBEDS), types))
-
-
-@contextlib.contextmanager
-def feeding_whole(call: Call) -> Iterator[Call]:
-    """Let the model's own forward run on a call's language inputs, if it has any, as a whole; yield the call
-    for it."""
-    if (language_inputs := call.language_inputs) is None:
-        yield call
-        return
-    inputs = language_inputs.layout.unpack(language_inputs.features, language_inputs.tokens)
-    outer = outer_inputs(call.model, inputs, language_inputs.tokens)
-    with feeding(call.model, inputs):
-        yield dataclasses.replace(call, arguments={**call.arguments, **outer})
 
 
 def example_inputs(model: PreTrainedModel, ids: Tensor, labels: Tensor, kind: CallKind) -> dict[str, Any]:

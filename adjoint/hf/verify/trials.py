@@ -4,6 +4,7 @@ The gradients of a few tokens are compared in `trial_gradients`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +28,7 @@ from adjoint.hf.model_parts import (
     forward_parameters,
     original_class,
 )
-from adjoint.hf.transformers_api import cache_argument
+from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_eval_mode, make_trial_copy
 
 
@@ -82,39 +83,35 @@ def keeps_documents_apart(model: PreTrainedModel, names: Sequence[str], use_cach
         return True
 
 
+def _own_forward(model: PreTrainedModel) -> Callable[..., ModelOutput]:
+    """Return a function that runs the backbone's own forward, however the weights are held."""
+    backbone = backbone_of(model)
+    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
+    return lambda **inputs: current_weights(model).run(functools.partial(forward, **inputs))
+
+
 @torch.no_grad()
 def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
     """Whether the model's own forward goes on from its cache with several tokens as in one call.
 
     Tried in float32 where weights are half precision, if a copy fits in memory. What a state adds to a few
-    tokens may be within rounding and still matter to many, so that the forward must also read NaN in one.
-
-    Args:
-        has_positions: whether the call gives position_ids.
-    """
+    tokens may be within rounding and still matter to many, so that the forward must also read NaN in one."""
     copied = make_trial_copy(model) if current_weights_type(model).can_copy else None
     model = model if copied is None else copied
-    backbone, ids = backbone_of(model), example_tokens(model)[0]
-    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
-    name = cache_argument(forward_parameters(backbone))
+    forward, ids = _own_forward(model), example_tokens(model)[0]
+    name = cache_argument(forward_parameters(backbone_of(model)))
     first, later = ids.split([TRIAL_CHUNK_SIZE, ids.shape[1] - TRIAL_CHUNK_SIZE], dim=1)
     inputs = {"input_ids": later, "use_cache": True}
     if has_positions:
         inputs["position_ids"] = torch.arange(TRIAL_CHUNK_SIZE, ids.shape[1], device=ids.device)[None]
     with calling_original_forwards(model), in_eval_mode(model):
         try:
-            expected = current_weights(model).run(lambda: forward(input_ids=ids, use_cache=False))[0]
-            caches = [
-                current_weights(model).run(lambda: forward(input_ids=first, use_cache=True)).get(name)
-                for _ in range(2)
-            ]
+            expected = forward(input_ids=ids, use_cache=False)[0]
+            caches = [forward(input_ids=first, use_cache=True).get(name) for _ in range(2)]
             if caches[0] is None:
                 return False
             has_nan = _fill_last_state(caches[1], torch.nan)
-            hidden, from_nan = (
-                current_weights(model).run(functools.partial(forward, **inputs, **{name: cache}))[0]
-                for cache in caches
-            )
+            hidden, from_nan = (forward(**inputs, **{name: cache})[0] for cache in caches)
         except MODEL_ERRORS:
             return False
         is_read = not has_nan or bool(from_nan.isnan().any())
@@ -124,19 +121,17 @@ def continues_from_cache(model: PreTrainedModel, has_positions: bool) -> bool:
 @torch.no_grad()
 def counts_cached_tokens(model: PreTrainedModel) -> bool:
     """Whether the model's own forward gives a token after a cache the position after the cached tokens."""
-    backbone, ids = backbone_of(model), example_tokens(model)[0]
-    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True, use_cache=True)
-    name, position = cache_argument(forward_parameters(backbone)), TRIAL_CHUNK_SIZE
+    forward, ids = functools.partial(_own_forward(model), use_cache=True), example_tokens(model)[0]
+    name, position = cache_argument(forward_parameters(backbone_of(model))), TRIAL_CHUNK_SIZE
     first, token = ids[:, :position], ids[:, position : position + 1]
     inputs: Sequence[dict[str, Tensor]] = ({}, {"position_ids": torch.full_like(token, position)})
     hidden = []
     with calling_original_forwards(model), in_eval_mode(model):
         for positions in inputs:
-            cache = current_weights(model).run(lambda: forward(input_ids=first)).get(name)
+            cache = forward(input_ids=first).get(name)
             if cache is None:
                 return True
-            call = functools.partial(forward, input_ids=token, **{name: cache}, **positions)
-            hidden.append(current_weights(model).run(call)[0])
+            hidden.append(forward(input_ids=token, **{name: cache}, **positions)[0])
     return alike(*hidden)
 
 
@@ -188,14 +183,8 @@ def warn_if_documents_mix(model: PreTrainedModel, names: Sequence[str], use_cach
 
 
 def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Refuse packed documents that the model's own forward does not keep apart, for a method that runs it.
-
-    Args:
-        names: names of the call's inputs that describe the documents.
-
-    Raises:
-        Refused: a document's tokens attend to earlier documents.
-    """
+    """Refuse packed documents, described by inputs of these names, that the model's own forward does not keep
+    apart, for a method that runs it."""
     if not _hides_first_tokens(model, use_cache=False, **inputs_of_two_documents(names)):
         refuse(
             model,
@@ -205,11 +194,9 @@ def refuse_if_documents_mix(model: PreTrainedModel, names: Sequence[str]) -> Non
 
 
 def inputs_of_two_documents(names: Sequence[str]) -> dict[str, Tensor | int]:
-    """Return inputs that describe TOKENS as two documents, the second from token TRIAL_CHUNK_SIZE on.
+    """Return the inputs of these names that describe TOKENS as two documents.
 
-    Args:
-        names: the inputs to return, of `call.DOCUMENT_INPUTS` and "attention_mask".
-    """
+    The second begins at token TRIAL_CHUNK_SIZE. Names are of `Call.document_inputs`."""
     positions = torch.arange(TOKENS, dtype=torch.int32)[None]
     document = (positions >= TRIAL_CHUNK_SIZE).int()
     offsets = torch.tensor([0, TRIAL_CHUNK_SIZE, TOKENS], dtype=torch.int32)
@@ -234,16 +221,15 @@ def _hides_first_tokens(model: PreTrainedModel, **inputs: Tensor | int | None) -
     tokens alone and without these inputs, where positions begin at 0."""
     if fla.is_of_fla(model):
         return fla.ignores_other_tokens(inputs)
-    backbone, ids = backbone_of(model), example_tokens(model)[0]
-    parameters = forward_parameters(backbone)
+    forward, ids = _own_forward(model), example_tokens(model)[0]
+    parameters = forward_parameters(backbone_of(model))
     # Passed only if the signature names them. The others may reach layers through **kwargs.
     optional = ("position_ids", "attention_mask", "use_cache")
     accepted = {n: v for n, v in inputs.items() if n in parameters or n not in optional}
     accepted = {n: v.to(ids.device) if isinstance(v, Tensor) else v for n, v in accepted.items()}
-    forward = functools.partial(original_class(backbone).forward, backbone, return_dict=True)
     with calling_original_forwards(model):
-        hidden = current_weights(model).run(lambda: forward(input_ids=ids, **accepted))[0]
-        later = current_weights(model).run(lambda: forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:]))[0]
+        hidden = forward(input_ids=ids, **accepted)[0]
+        later = forward(input_ids=ids[:, TRIAL_CHUNK_SIZE:])[0]
         return alike(hidden[:, TRIAL_CHUNK_SIZE:], later)
 
 
@@ -252,11 +238,7 @@ def ignores_input(model: PreTrainedModel, name: str, has_labels: bool) -> bool:
     """Whether a model's own forward accepts an input of this name without reading it.
 
     The input is NaN for a few tokens: an output that reads it becomes NaN, or the forward fails. It runs in
-    the model's present mode, as Liger's forwards read some inputs in training alone.
-
-    Args:
-        has_labels: whether the call asks for a loss.
-    """
+    the model's present mode, as Liger's forwards read some inputs in training alone."""
     # An input that the signature names counts as read, one that **kwargs takes is tried, any other fails.
     parameters = forward_parameters(model)
     if name in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -331,15 +313,11 @@ def idle_adapters(
     if not weights:
         return []
     called: set[str] = set()
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        for name in weights
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in weights:
+            module = model.get_submodule(name)
+            stack.enter_context(module.register_forward_pre_hook(lambda *_, name=name: called.add(name)))
         gradients = compute_gradients([weight for names in weights.values() for weight in names])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [
         name
         for name, names in sorted(weights.items())

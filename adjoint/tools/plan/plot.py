@@ -69,12 +69,7 @@ def plot_timeline(timeline: Timeline, labels: Sequence[str], path: str | Path, t
 
 
 def plot_curve(curve: Sequence[CurvePoint], path: str | Path, title: str = "") -> None:
-    """Draw the seconds of a step against its memory: `Exact` as a line, backpropagation as points.
-
-    Args:
-        curve: points of `plan.budget_curve`.
-        path, title: as in `plot_timeline`.
-    """
+    """Draw the seconds of a step against its memory: `Exact` as a line, backpropagation as points."""
     figure = new_figure(7, 4)
     axes = figure.add_subplot()
     chunked = [point for point in curve if point.way.startswith("Exact")]
