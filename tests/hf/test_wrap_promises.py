@@ -1312,6 +1312,17 @@ def test_a_forward_on_the_instance_is_refused() -> None:
     wrapped(model)
 
 
+def test_a_forward_on_the_instance_of_a_wrapped_model() -> None:
+    """accelerate.prepare's forward calls the wrapped class's, by the method of the latest wrap."""
+    model = wrapped(make(LLAMA))
+    model.forward = model.forward
+    expected = loss_and_gradients(make(LLAMA), **BATCH)
+    for method in (adjoint.MiniSequence(), adjoint.Exact(chunk_size=5)):
+        assert_exact(loss_and_gradients(adjoint.wrap(model, method), **BATCH), expected)
+    adjoint.unwrap(model)
+    assert_exact(loss_and_gradients(model, **BATCH), expected)
+
+
 @pytest.mark.slow
 def test_inside_a_compiled_model() -> None:
     """Only what is around the chunks is compiled."""
