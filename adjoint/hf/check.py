@@ -34,6 +34,12 @@ WHOLE_BATCH_ADAPTERS = {
     "peft.tuners.shadow.layers": "PEFT's Shadow runs its own network on the whole sequence first",
     "peft.tuners.xlora.layer": "PEFT's X-LoRA weighs adapters by a first pass through the whole sequence",
 }
+# PEFT's initial weights that hooks of modules collect or count, by the Python module that defines the hooks.
+COLLECTING_HOOKS = {
+    "peft.tuners.lora.corda": "PEFT's CorDA",
+    "peft.tuners.lora.eva": "PEFT's EVA",
+    "peft.tuners.lora.loraga": "PEFT's LoRA-GA",
+}
 DRAWS_RANDOM_NUMBERS = (
     "sequence_group: it draws random numbers (dropout, NEFTune), of which each rank would have its own: "
     "set dropout to 0 and neftune_noise_alpha to None"
@@ -254,6 +260,12 @@ def _reason_against(module: nn.Module) -> str | None:
         return (
             "adapters that are picked by row or by token (adapter_names, aLoRA) need the whole batch at once"
         )
+    for hook in (*module._forward_hooks.values(), *module._backward_hooks.values()):
+        if (initialization := COLLECTING_HOOKS.get(getattr(hook, "__module__", ""))) is not None:
+            return (
+                f"{initialization} reads the whole sequence in hooks, which chunks run several times; "
+                "initialize the adapters before adjoint.wrap"
+            )
     return None
 
 

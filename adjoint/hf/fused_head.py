@@ -22,7 +22,7 @@ from adjoint.hf import check
 from adjoint.hf.model_parts import current_weights_type
 from adjoint.hf.token_values import VALUES
 from adjoint.hf.transformers_api import ModelOutput
-from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, WrapState
+from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, WrapState, wrap_state_or_original
 
 TRL_MODULE, FUNCTION = "trl.trainer.utils", "add_fused_lm_head"
 
@@ -77,7 +77,7 @@ def _forward_by_chunks(
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: object,
     ) -> ModelOutput:
-        wrap_state: WrapState = vars(self)["_adjoint"]
+        wrap_state = wrap_state_or_original(self)  # the forward stays on a model that is unwrapped
         if not fused_lm_head or not _runs_by_chunks(self, wrap_state):
             counts = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             return fused(*args, fused_lm_head=fused_lm_head, **counts, **kwargs)

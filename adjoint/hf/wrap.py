@@ -105,7 +105,8 @@ def wrap(
             group = None
     entries = entry_modules(model)
     for module in entries:
-        if "forward" in vars(module):
+        # One that was put on a wrapped model (by TRL, by accelerate) calls the wrapped class's forward.
+        if "forward" in vars(module) and original_class(module) is type(module):
             raise ValueError(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
                 "wrap the model before accelerate.prepare, or whatever else replaces the forward"

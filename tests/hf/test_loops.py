@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import adjoint
+from adjoint import integrations
 from adjoint.errors import UserError
 from adjoint.hf import hf_model
 from adjoint.hf.verify import first_use
@@ -306,6 +307,29 @@ def test_trl(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(losses[0]) == 10 and len(calls) in (10, 20)  # 20 with a reference that is the model itself
     assert len(compares) <= 2  # for batches with padding and without
     assert losses[0].std() > 1e-4 and (losses[1] - losses[0]).abs().max() <= 1e-5
+
+
+def test_trainers_one_after_another(tmp_path: Path) -> None:
+    """TRL leaves a forward on the model, which is then wrapped again, and in the end unwrapped."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    results = []
+    for wrapped in (False, True):
+        model, losses = tiny(), []
+        for chunk_size in (16, 8):
+            trainer = trl.SFTTrainer(
+                model,
+                args=trl.SFTConfig(str(tmp_path), **FEW | {"max_steps": 2, "max_length": None}),
+                train_dataset=datasets.Dataset.from_dict({"input_ids": documents(8)}),
+                processing_class=tokenizer(),
+                callbacks=[integrations.AdjointCallback(adjoint.Exact(chunk_size))] if wrapped else [],
+            )
+            trainer.train()
+            losses.append(logged(trainer, "loss"))
+        assert is_wrapped(model) == wrapped
+        adjoint.unwrap(model)
+        assert not is_wrapped(model)
+        results.append(torch.cat([*losses, model(**batch()).loss.detach().double()[None]]))
+    assert len(results[0]) == 5 and torch.allclose(*results, rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ PEFT

@@ -935,6 +935,30 @@ def test_x_lora_is_refused_although_its_layers_are_those_of_lora(tmp_path: Path)
         wrapped(peft.get_peft_model(model, mixed))(**BATCH)
 
 
+@pytest.mark.parametrize("name", ["CorDA", "EVA", "LoRA-GA"])
+def test_initial_weights_that_hooks_collect(name: str) -> None:
+    """LoRA-GA divides gradients by the number of calls of its hooks, which is another one by chunks."""
+    peft, corda = pytest.importorskip("peft"), pytest.importorskip("peft.tuners.lora.corda")
+    model, method = make(LLAMA), name.lower().replace("-", "_")
+    options = {
+        "CorDA": lambda: {"corda_config": peft.tuners.lora.config.CordaConfig(corda_method="kpm")},
+        "EVA": lambda: {"eva_config": peft.EvaConfig()},
+        "LoRA-GA": lambda: {"lora_ga_config": peft.LoraGAConfig()},
+    }[name]()
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], init_lora_weights=method, task_type="CAUSAL_LM", **options
+    )
+    adapted = peft.get_peft_model(model, config).double() if name == "EVA" else model
+    run(wrapped(adapted))
+    initialize = {
+        "CorDA": lambda: corda.preprocess_corda(model, config, lambda: model(**BATCH)),
+        "EVA": lambda: peft.initialize_lora_eva_weights(adapted, [BATCH], show_progress_bar=False),
+        "LoRA-GA": lambda: peft.tuners.lora.preprocess_loraga(model, config, lambda: run(model)),
+    }[name]
+    with one_line(f"self_attn.q_proj: PEFT's {name} reads the whole sequence in hooks"):
+        initialize()
+
+
 def test_an_error_on_the_tokens_of_the_comparison_says_so() -> None:
     model = wrapped(make(LLAMA))
     scales = torch.ones(*IDS.shape, 1, dtype=torch.float64)
@@ -1286,6 +1310,17 @@ def test_a_forward_on_the_instance_is_refused() -> None:
             wrapped(model)
         del module.forward
     wrapped(model)
+
+
+def test_a_forward_on_the_instance_of_a_wrapped_model() -> None:
+    """accelerate.prepare's forward calls the wrapped class's, by the method of the latest wrap."""
+    model = wrapped(make(LLAMA))
+    model.forward = model.forward
+    expected = loss_and_gradients(make(LLAMA), **BATCH)
+    for method in (adjoint.MiniSequence(), adjoint.Exact(chunk_size=5)):
+        assert_exact(loss_and_gradients(adjoint.wrap(model, method), **BATCH), expected)
+    adjoint.unwrap(model)
+    assert_exact(loss_and_gradients(model, **BATCH), expected)
 
 
 @pytest.mark.slow
