@@ -285,6 +285,9 @@ def test_a_run_does_not_go_on_with_another_base(
     shutil.copyfile(moved / "model.safetensors", own / "model.safetensors")
     (own / "tokenizer_config.json").write_text("{}")
     assert "changed since the run began, and the model knows the tokens" in refusal(commands[2], capsys)
+    shutil.rmtree(own)
+    for command in commands[1:]:
+        assert f"the model {own}, which is not there; put it back" in refusal(command, capsys)
 
 
 def test_a_digest_of_weights_is_that_of_the_tensors(base: Path, tmp_path: Path) -> None:
