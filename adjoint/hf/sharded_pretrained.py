@@ -14,6 +14,7 @@ from adjoint.engine.grid import EngineSpec
 from adjoint.engine.stage import Stage
 from adjoint.hf.chunking import sizes_of
 from adjoint.hf.split import Pretrained
+from adjoint.hf.transformers_api import use_float64_experts
 from adjoint.layers import State
 
 
@@ -59,6 +60,8 @@ class ShardedPretrained:
                     storage = torch.empty_like(parameter, device=device, dtype=dtype)
                     setattr(module, name, nn.Parameter(storage, parameter.requires_grad))
         span_model.to(device, dtype)  # buffers
+        if dtype == torch.float64:
+            use_float64_experts(span_model)
         for name, buffer in span_model.named_buffers():  # those of the model that was examined, to the bit
             if name in source.buffers:
                 buffer.copy_(source.buffers[name])

@@ -224,6 +224,13 @@ def expert_functions() -> MutableMapping[str, Callable[..., object]]:
     return {} if module is None else vars(module)
 
 
+def use_float64_experts(model: PreTrainedModel) -> None:
+    """Let a model in float64 multiply with each expert by itself: the default, grouped products, takes no
+    float64."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
 def install_output_hooks(backbone: nn.Module) -> None:
     """Register the hooks by which transformers collects hidden states and routers' logits.
 

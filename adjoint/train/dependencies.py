@@ -50,17 +50,21 @@ def record(model: Section, tokenizer: Sequence[Path]) -> dict[str, str]:
 
 
 def check_model(checkpoint: Place, config: ConfigDict) -> None:
-    """Raise a UserError where the folder of the pretrained model is not as it was when the run began."""
+    """Raise a UserError where the folder of the pretrained model is missing, or not as when the run began."""
     recorded, model = _recorded(checkpoint), config["model"]
     kinds = [kind for kind in _MODEL_FILES if kind in recorded]
     if not kinds:
         return
+    place = model["from_pretrained"]
+    if place is not None and not Path(place).exists():
+        remedy = "put it back" if Path(place).is_absolute() else "call this in the folder the run began in"
+        raise UserError(f"{checkpoint}: the run began with the model {place}, which is not there; {remedy}")
     digests = _model_digests(model)
     for kind in kinds:
         if digests.get(kind) != recorded[kind]:
             subject, why = _MODEL_FILES[kind]
             raise UserError(
-                f"{checkpoint}: {subject} in {model['from_pretrained']} changed since the run began, and "
+                f"{checkpoint}: {subject} in {place} changed since the run began, and "
                 f"{why}; put the folder back as it was, or start another run"
             )
 

@@ -33,9 +33,14 @@ PACKAGES = (
 )
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the torch device of ``training.device``; a UserError where there is none. "auto" warns where the
-    driver lists a GPU that PyTorch cannot use."""
+def pick_device(name: str, setting: str = "training.device") -> torch.device:
+    """Return the torch device of a setting, or raise a UserError where there is none. "auto" warns where the
+    driver lists a GPU that PyTorch cannot use.
+
+    Args:
+        setting: a key of the configuration, or a flag.
+    """
+    flag = f"--{setting.removeprefix('--')}"
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -46,19 +51,19 @@ def pick_device(name: str) -> torch.device:
             warnings.warn(
                 f"training on the CPU: the driver lists {listed} GPU{'s' * (listed > 1)}, which this PyTorch "
                 f"cannot use ({torch.__version__} {why}); docs/gpu.md has the builds for each driver, and "
-                "--training.device cpu uses the CPU without a warning",
+                f"{flag} cpu uses the CPU without a warning",
                 stacklevel=2,
             )
         return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"training.device: {name!r} is no device; use auto, cpu, cuda or cuda:1") from None
+        raise UserError(f"{setting}: {name!r} is no device; use auto, cpu, cuda or cuda:1") from None
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(
-            f"training.device: {name} asked for, but PyTorch sees {gpus} GPUs; "
-            f"use {'cuda:0' if gpus else '--training.device cpu'}"
+            f"{setting}: {name} asked for, but PyTorch sees {gpus} GPUs; "
+            f"use {'cuda:0' if gpus else f'{flag} cpu'}"
         )
     return device
 

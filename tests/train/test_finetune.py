@@ -285,6 +285,9 @@ def test_a_run_does_not_go_on_with_another_base(
     shutil.copyfile(moved / "model.safetensors", own / "model.safetensors")
     (own / "tokenizer_config.json").write_text("{}")
     assert "changed since the run began, and the model knows the tokens" in refusal(commands[2], capsys)
+    shutil.rmtree(own)
+    for command in commands[1:]:
+        assert f"the model {own}, which is not there; put it back" in refusal(command, capsys)
 
 
 def test_a_digest_of_weights_is_that_of_the_tensors(base: Path, tmp_path: Path) -> None:
@@ -672,3 +675,35 @@ def test_what_is_copied_beside_shards_and_tied_tensors(with_tower: Path, tmp_pat
     assert "lm_head.weight" not in tensors_of(tmp_path / "tied")
     config = json.loads((tmp_path / "tied" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]  # one tensor is not there, so it stays
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "compare"])
+def test_experts_compute_in_float64(tmp_path: Path, command: str) -> None:
+    """Their usual products, `torch.nn.functional.grouped_mm`, do not take it."""
+    make = pytest.importorskip("tests.hf.hf_models").make
+    make("MixtralForCausalLM", torch.float32, vocab_size=256).save_pretrained(tmp_path / "moe")
+    sizes = {"model__d_model": 24, "model__n_layer": 3, "training__threads": 1}
+    flags = options(tmp_path / "moe", **sizes, training__sample_tokens=0)
+    losses = []
+    if command == "compare":
+        from adjoint.tools.compare.measure import _loss, _model
+
+        ids = torch.arange(3, 40)[None]
+        point = {"model": str(tmp_path / "moe"), "trust_remote_code": False, "random": False}
+        point |= {"device": "cpu", "quantization": None, "quantized": None, "lora_rank": None}
+        for dtype in ("float32", "float64"):
+            model = _model(point | {"dtype": dtype})
+            losses.append([_loss(model).loss(ids).item()])
+    elif command == "train":
+        for precision in ("float32", "float64"):
+            run = tmp_path / precision
+            assert train_tiny(tmp_path, **flags, training__precision=precision, run__dir=run) == 0
+            losses.append([row["loss"] for row in metrics(run)])
+    else:
+        assert train_tiny(tmp_path, **flags) == 0
+        for precision in ("float32", "float64"):
+            evaluate = ["eval", str(tmp_path / "run"), "--lengths", "32", "--tokens", "64"]
+            assert main([*evaluate, "--precision", precision]) == 0
+            rows = json.loads((tmp_path / "run/eval/eval.json").read_text())["rows"]
+            losses.append([row["loss"] for row in rows])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

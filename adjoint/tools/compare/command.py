@@ -97,7 +97,7 @@ def _settings(request: Namespace, config: Config) -> dict[str, Any]:
         check_wrapped_method(method)
     except ValueError as error:
         raise UserError(f"--method {method.name}: {error}") from None
-    device = pick_device(request.device)
+    device = pick_device(request.device, "--device")
     request.device = str(device)
     folder = request.folder
     on_gpu = device.type == "cuda"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adjoint import memory
 from adjoint.hf.quantized import rounds_by_chunk
+from adjoint.hf.transformers_api import use_float64_experts
 from adjoint.hf.wrap import wrap
 from adjoint.methods import METHODS, Method
 from adjoint.tools.measure.passes import Passes, gradients_apart, measured, repeated
@@ -116,6 +117,8 @@ def _model(point: Point) -> PreTrainedModel:
     model.config.use_cache = False  # of which training has no use
     if point["quantized"] is None:
         model.to(point["device"])
+    if dtype == torch.float64:
+        use_float64_experts(model)
     if (rank := point["lora_rank"]) is None:
         return model
     return adapted(model, dataclasses.asdict(LoraConfig(rank=rank)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from adjoint.formats import file_kinds
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
+from adjoint.stack import Stack
 from adjoint.tools.eval import needles, positions
 from adjoint.tools.eval.needles import NeedleRow
 from adjoint.tools.eval.positions import LossRow
@@ -37,6 +38,10 @@ from adjoint.train.machine import autocast, environment, pick_device, pick_preci
 from adjoint.train.places import RUNS
 from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
@@ -90,7 +95,7 @@ def main(argv: list[str]) -> int:
     """`adjoint eval`: exit code 0."""
     request = _parser().parse_args(argv)
     lengths = sorted(request.lengths)
-    device = pick_device(request.device)
+    device = pick_device(request.device, "--device")
     precision = pick_precision(request.precision, device)
     loss_rows, needle_rows, folder = list[LossRow](), list[NeedleRow](), request.out
     for run in dict.fromkeys(request.runs):
@@ -170,6 +175,10 @@ def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Modul
         UserError: the model is quantized, and the precision is float64.
     """
     if described(module.config) is None:
+        if precision == "float64" and not isinstance(module, Stack):
+            from adjoint.hf.transformers_api import use_float64_experts
+
+            use_float64_experts(cast("PreTrainedModel", module))
         return module.to(device, torch.float64 if precision == "float64" else None)
     if precision == "float64":
         raise UserError("--precision float64: quantized weights do not multiply in it; leave it out")
