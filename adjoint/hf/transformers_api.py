@@ -224,10 +224,10 @@ def expert_functions() -> MutableMapping[str, Callable[..., object]]:
     return {} if module is None else vars(module)
 
 
-def use_float64_experts(model: PreTrainedModel) -> None:
+def use_float64_experts(model: nn.Module) -> None:
     """Let a model in float64 multiply with each expert by itself: the default, grouped products, takes no
     float64."""
-    if model._can_set_experts_implementation():
+    if isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 

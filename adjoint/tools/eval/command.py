@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,6 @@ from adjoint.train.machine import autocast, environment, pick_device, pick_preci
 from adjoint.train.places import RUNS
 from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
@@ -178,7 +174,7 @@ def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Modul
         if precision == "float64" and not isinstance(module, Stack):
             from adjoint.hf.transformers_api import use_float64_experts
 
-            use_float64_experts(cast("PreTrainedModel", module))
+            use_float64_experts(module)
         return module.to(device, torch.float64 if precision == "float64" else None)
     if precision == "float64":
         raise UserError("--precision float64: quantized weights do not multiply in it; leave it out")
