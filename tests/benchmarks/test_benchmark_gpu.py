@@ -76,7 +76,7 @@ def test_a_dry_run(here: list[Any], tmp_path: Path, capsys: Any) -> None:
     for row in (row for of in rows.values() for row in of):
         kinds.setdefault(row["point"]["kind"], []).append(row)
         assert row["took_s"] >= 0
-    assert len(kinds["trial"]) == 4 and len(kinds["values"]) == 2 * 10
+    assert len(kinds["trial"]) == 4 and len(kinds["values"]) == 2 * 11
     assert all(0 < found["worst_error"] <= found["limit"] for found in kinds["trial"] + kinds["values"])
     assert {"y, resets", "dweight"} <= kinds["trial"][0]["errors"].keys()
     assert all(found["backend"] == kernels.fast_backend("cpu") for found in kinds["trial"])
