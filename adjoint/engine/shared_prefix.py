@@ -181,8 +181,12 @@ def _branch(
 
 
 def spans_of(starts: Sequence[Sequence[int]], seqlen: int) -> list[range]:
-    """Return the tokens of each document, counted through all rows of a batch, of `seqlen` tokens each, in
-    which documents begin at `starts`, 0 first."""
+    """Return the tokens of each document, counted through all rows of a batch.
+
+    Args:
+        starts: first tokens of the documents of each row, 0 first.
+        seqlen: number of tokens of each row.
+    """
     return [
         range(row * seqlen + start, row * seqlen + stop)
         for row, row_starts in enumerate(starts)
