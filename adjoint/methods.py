@@ -234,8 +234,9 @@ class Exact(Method):
         "layers that a chunk's tape has at a time. The forward then stores the input of every so many layers "
         "(seqlen × d_model each), and the backward takes these segments from the top, each through all "
         'chunks: fewer layers, longer chunks in the same memory. None is 1 with keep="inputs"; with '
-        '"edges", all layers; but if no option but memory is given, on a GPU, as many as make the step '
-        "fastest in that memory, or in less than gradient checkpointing takes.",
+        '"edges", all layers; but if no option but memory is given, as many as make the step fastest, on a '
+        "GPU in that memory, or in less than gradient checkpointing takes, on a CPU in less than one segment "
+        "would take.",
     )
     memory: int | str | None = option(
         None,
@@ -328,7 +329,8 @@ class Exact(Method):
         stored = _STORED["offload" if self.offload else self.keep]
         if self.segment_layers is not None:
             place = " in host memory" * self.storage.offload
-            stored = f"states and the inputs of every {self.segment_layers:,} layers kept{place}"
+            layers = f"every {self.segment_layers:,} layers" if self.segment_layers > 1 else "each layer"
+            stored = f"states and the inputs of {layers} kept{place}"
         if self.checkpoints is not None:
             place = " in host memory" * self.offload
             stored = f"{self.checkpoints:,} states kept{place}, the others computed again"
@@ -336,6 +338,13 @@ class Exact(Method):
         graphs = "launches recorded as CUDA graphs" * self.cuda_graphs
         stored = ", ".join(filter(None, (stored, _RECOMPUTED[self.recompute], budget, graphs)))
         return describe_parts(self, "exact gradients", stored, picked)
+
+
+def as_picked(method: Method, spec: EngineSpec) -> Method:
+    """Return the method, which has chunks, with its spec's size of chunks and of segments as its options."""
+    if isinstance(method, Exact) and method.keep == "edges":
+        method = dataclasses.replace(method, segment_layers=spec.layers_of_segments)
+    return dataclasses.replace(method, chunk_size=spec.chunk_size)
 
 
 @documented

@@ -40,6 +40,7 @@ from adjoint.engine.sharded_model import ShardedModel
 from adjoint.errors import UserError
 from adjoint.files.remote import Place, RemotePath, place_of
 from adjoint.layers import StackConfig, State
+from adjoint.methods import Method, as_picked
 from adjoint.stack import Stack
 from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.checkpoint import check_config
@@ -261,8 +262,9 @@ class ShardedTrainer(Trainer):
         assert self.group is not None
         return self.group.all(name, *arguments, first=first)
 
-    def _picked_chunk_size(self) -> int:
-        return self.chunk_size
+    def _picked_method(self) -> Method:
+        spec = self.method.engine_spec(self.config.data.seqlen, self.chunk_size)
+        return as_picked(self.method, spec)
 
     def _zero_grad(self) -> None:
         self._all("zero_grad")

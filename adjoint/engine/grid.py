@@ -142,6 +142,11 @@ class EngineSpec:
         cuts_layers = backward.window is not None or backward.drop_probability > 0
         return cuts_layers or backward.dy_from != "above" or self.storage.keep != "edges"
 
+    @property
+    def layers_of_segments(self) -> int | None:
+        """Number of layers of a segment; None if all layers are one."""
+        return None if self.storage.keep == "edges" else self.storage.segment_layers
+
     def in_segments(self, chunk_size: int, layers: int, increments: int = 0) -> EngineSpec:
         """Return the spec with chunks of so many tokens, and segments of so many layers.
 

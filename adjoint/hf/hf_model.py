@@ -85,16 +85,15 @@ class HFModel:
             )
         if group is not None and self.packs_rows and (packed := pack_rows(call, verification)) is not None:
             batch, spec, self._rows_at = packed
-        is_open = spec.storage.segment_layers is None and not batch.inputs
-        if is_open and batch.ids.is_cuda and group is None:
-            spec = self._in_segments(call, batch, spec)
+        if group is None:
+            spec = self.in_segments(call, batch, spec)
         if group is None and verification.sizes.has_attention:
             spec = with_attention_bytes(spec, verification.sizes, batch.rows, batch.seqlen)
         if not verification.wrap_state.announced:
             method = type(verification.wrap_state.method).__name__
             cut = f"{method} in chunks of {spec.chunk_size:,} tokens"
-            if spec.storage.keep != "edges" and spec.storage.segment_layers is not None:
-                cut += f", segments of {spec.storage.segment_layers} layers"
+            if (layers := spec.layers_of_segments) is not None:
+                cut += f", segments of {layers:,} layer{'s' * (layers > 1)}"
             announce(verification, lambda: f"{cut}; {_describe_kernels(call.model)}")
         return batch, spec
 
@@ -141,8 +140,10 @@ class HFModel:
         backward = backward_context(verification)
         return make_step(stages, batch, spec, backward, group, self._rows_at, programs)
 
-    def _in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
-        """Return the spec with the segments that are picked for a call; as it is if it has only one."""
+    def in_segments(self, call: Call, batch: Batch, spec: EngineSpec) -> EngineSpec:
+        """Return the spec with the segments that are picked for a call; as it is if none are."""
+        if spec.storage.segment_layers is not None or batch.inputs:
+            return spec
         sizes, budget = self.verification.sizes, spec.storage.memory
         if self.verification.wrap_state.method.cuda_graphs:
             sizes = sizes.of_recordings()

@@ -77,21 +77,33 @@ class ChunkedStack(StackModules):
         return default_chunk_size(self, input_ids, storage.recompute, storage.checkpoints, on_host)
 
     def cut(self, call: StackCall, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
-        batch, method = call.batch, call.method
-        default = self.default_chunk_size(batch.ids, method)
+        return call.batch, self.engine_spec(call.batch.ids, call.method, call.has_state, group)
+
+    def engine_spec(
+        self,
+        input_ids: Tensor,
+        method: Method,
+        has_state: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> EngineSpec:
+        """Return the chunks and segments of a batch.
+
+        Args:
+            input_ids: (batch, seqlen). The caller's autocast counts.
+            has_state: as in `StackCall`.
+            group: of processes that share the sequence.
+        """
+        (rows, seqlen), default = input_ids.shape, self.default_chunk_size(input_ids, method)
         if group is not None:
-            default = at_most(default, batch.seqlen, ranks_of(group))
-        spec = method.engine_spec(batch.seqlen, default)
-        weights = weights_type(self)
-        if group is not None:
-            return batch, spec
-        sizes = sizes_of_stack(self, batch.ids, weights_on_host=weights.copies_from_host)
-        is_divided = not call.has_state and self.tensor_parallel is None and not weights.is_gathered
+            return method.engine_spec(seqlen, at_most(default, seqlen, ranks_of(group)))
+        spec, weights = method.engine_spec(seqlen, default), weights_type(self)
+        sizes = sizes_of_stack(self, input_ids, weights_on_host=weights.copies_from_host)
+        is_divided = not has_state and self.tensor_parallel is None and not weights.is_gathered
         if is_divided and spec.storage.segment_layers is None:
             budget, sizes = spec.storage.memory, sizes.of_recordings() if method.cuda_graphs else sizes
-            segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen, budget)
+            segments = segments_on(input_ids.device, sizes, rows, seqlen, budget)
             spec = spec if segments is None else spec.in_segments(*segments)
-        return batch, with_attention_bytes(spec, sizes, batch.rows, batch.seqlen)
+        return with_attention_bytes(spec, sizes, rows, seqlen)
 
     def step(
         self,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from adjoint.batch import IGNORE_INDEX, Batch, shift_labels
 from adjoint.data.tokenizer import check_bytes
-from adjoint.engine.chunk_size import chunk_size_on
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.host_weights import device_of, offload_weights
 from adjoint.engine.runner import chunk_losses, last_hidden
@@ -22,7 +21,7 @@ from adjoint.errors import UserError
 from adjoint.files.remote import Place
 from adjoint.formats import file_format_of
 from adjoint.loss import linear_cross_entropy
-from adjoint.methods import Exact, Method, check_bidirectional_method
+from adjoint.methods import Exact, Method, as_picked, check_bidirectional_method
 from adjoint.stack import Stack, StackCall, StackOutput
 from adjoint.train import quantization
 from adjoint.train.checkpoint import trained_model
@@ -90,8 +89,10 @@ class LanguageModel(Protocol):
     def num_parameters(self) -> int:
         """The number of parameters, each tied one counted once."""
 
-    def chunk_size(self, batch: int, seqlen: int) -> int:
-        """Return the tokens of a chunk, under the caller's autocast."""
+    def picked_method(self, batch: int, seqlen: int) -> Method:
+        """Return the method, which has chunks, with those and the segments that are picked for a batch.
+
+        The caller's autocast counts."""
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
@@ -158,10 +159,9 @@ class StackLM(LanguageModel):
     def num_parameters(self) -> int:
         return self.module.num_parameters()
 
-    def chunk_size(self, batch: int, seqlen: int) -> int:
+    def picked_method(self, batch: int, seqlen: int) -> Method:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=device_of(self.module))
-        default = self.module.default_chunk_size(ids, self.method)
-        return self.method.engine_spec(seqlen, default).chunk_size
+        return as_picked(self.method, self.module.engine_spec(ids, self.method, group=self.group))
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
@@ -290,12 +290,19 @@ class PretrainedLM(LanguageModel):
     def num_parameters(self) -> int:
         return self.module.num_parameters()
 
-    def chunk_size(self, batch: int, seqlen: int) -> int:
+    def picked_method(self, batch: int, seqlen: int) -> Method:
+        from adjoint.hf.call import Call
+        from adjoint.hf.hf_model import HFModel
         from adjoint.hf.verify.first_use import verification_of
 
-        sizes, device = verification_of(self.module).sizes, device_of(self.module)
-        default = chunk_size_on(device, sizes, batch, seqlen, self.method.storage.checkpoints)
-        return self.method.engine_spec(seqlen, default, (0,)).chunk_size
+        ids = torch.zeros(batch, seqlen, dtype=torch.long, device=device_of(self.module))
+        verification = verification_of(self.module)
+        call = Call(self.module, {"input_ids": ids, "labels": ids})
+        tokens, starts = call.batch()
+        spec = verification.chunk_spec(tokens.ids, starts)
+        if self.group is None:
+            spec = HFModel(verification).in_segments(call, tokens, spec)
+        return as_picked(self.method, spec)
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object

@@ -35,6 +35,7 @@ from adjoint.files import write_atomically
 from adjoint.files.remote import Place
 from adjoint.layers.init import draw_seed
 from adjoint.memory import begin_peak, peak_memory_bytes, release_freed_memory
+from adjoint.methods import Method
 from adjoint.parallel.split_tensors import local
 from adjoint.stack import StackOutput
 from adjoint.train import dependencies, machine
@@ -203,10 +204,10 @@ class Trainer:
     def _stopped(self, stop: StopRequest) -> bool:
         return stop.signal is not None
 
-    def _picked_chunk_size(self) -> int:
-        """Return the tokens of a chunk of a training batch."""
+    def _picked_method(self) -> Method:
+        """Return the method with the chunks and segments of a training batch."""
         with autocast(self.precision, self.device):
-            return self.model.chunk_size(self.rows, self.config.data.seqlen)
+            return self.model.picked_method(self.rows, self.config.data.seqlen)
 
     def _zero_grad(self) -> None:
         begin_peak(self.device)  # of this step, without tokenizing, evaluation and checkpoints
@@ -496,16 +497,14 @@ class Trainer:
     def _announce(self) -> None:
         data, settings, method = self.data, self.settings, self.method
         picked = method.has_chunks and method.chunk_size is None
-        picks_segments = self.device.type == "cuda" and method.storage.segment_layers is None
-        if picked and not picks_segments:
-            method = dataclasses.replace(method, chunk_size=self._picked_chunk_size())
-        segments = ", in chunks and segments of layers that are picked" * picks_segments
+        if picked:
+            method = self._picked_method()
         answers = "" if data.predicted is None else f", {data.predicted:.1%} of them predicted"
         print(
             f"run: {self.folder.path}\n"
             f"model: {self.num_parameters:,} parameters, {self.config.model.n_layer} layers, "
             f"d_model {self.config.model.d_model}\n"
-            f"method: {method.describe(picked)}{segments}\n"
+            f"method: {method.describe(picked)}\n"
             f"data: {data.description}: {data.n_train_tokens:,} tokens to train on{answers}, "
             f"{len(data.eval.tokens):,} held out, unigram entropy {data.unigram_entropy:.4f} nats per token\n"
             f"tokenizer: {data.tokenizer.name}, {data.tokenizer.vocab_size:,} tokens, "

@@ -20,9 +20,11 @@ from adjoint.engine import chunk_size
 from adjoint.engine.budget import RESERVED_CPU, measurements_of
 from adjoint.engine.chunk_size import (
     FEWEST_RECORDED_CHUNKS,
+    LONGER_CPU_CHUNKS,
     LONGEST_GPU_CHUNK,
     MOST_OF_MEMORY,
     SHARE_OF_CHECKPOINTING,
+    SHARE_OF_ONE_SEGMENT,
     SHORTEST_GPU_CHUNK,
     WHOLE_INPUTS,
     SegmentSize,
@@ -405,10 +407,33 @@ def test_picked_segments_take_less_than_gradient_checkpointing(seqlen: int) -> N
     assert needed <= chunk_size_for(sizes, 1, seqlen, "cuda", H100) * sizes.bytes_per_token
 
 
-def test_one_segment_is_better_on_a_cpu_for_short_batches_and_for_very_long_sequences() -> None:
-    assert segments_for(BAMBA_LIKE, 1, 2**15, "cpu") is None
-    assert segments_for(BAMBA_LIKE, 1, 256, "cuda", 80e9) is None
-    assert segments_for(BAMBA_LIKE, 1, 2**24, "cuda", 80e9) is None
+def test_one_segment_is_better_for_short_batches_and_for_very_long_sequences() -> None:
+    for device, shortest in (("cpu", 2 * chunk_size_for(BAMBA_LIKE, 1, 2**12, "cpu")), ("cuda", 256)):
+        assert segments_for(BAMBA_LIKE, 1, shortest, device, 80e9) is None
+        assert segments_for(BAMBA_LIKE, 1, 2**24, device, 80e9) is None
+
+
+@pytest.mark.parametrize(("rows", "seqlen"), [(1, 4097), (1, 2**15), (5, 1000)])
+def test_picked_segments_on_a_cpu_have_longer_chunks_in_less_memory(rows: int, seqlen: int) -> None:
+    picked = segments_for(BAMBA_LIKE, rows, seqlen, "cpu")
+    chunk_of_one = chunk_size_for(BAMBA_LIKE, rows, seqlen, "cpu")
+    assert picked is not None
+    inputs, tape = rows * seqlen * BAMBA_LIKE.stream, rows * picked.chunk_size * BAMBA_LIKE.bytes_per_token
+    needed = BAMBA_LIKE.layers * inputs / picked.layers + picked.layers * tape / BAMBA_LIKE.layers
+    assert needed <= SHARE_OF_ONE_SEGMENT * rows * chunk_of_one * BAMBA_LIKE.bytes_per_token
+    assert chunk_of_one <= picked.chunk_size <= LONGER_CPU_CHUNKS * chunk_of_one
+
+
+@pytest.mark.parametrize("name", ["stack", BAMBA])
+def test_gradients_by_segments_that_are_picked_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_size, "SHARE_OF_ONE_SEGMENT", 0.9)  # these models have few layers
+    model, numbers = model_of(name), stages_in(monkeypatch)
+    ids = torch.randint(0, 17, (3, 1201), generator=torch.Generator().manual_seed(2))
+    inputs = model.inputs(ids, ids)
+    expected = model.results(None, inputs)
+    for memory in (None, "1kB"):
+        same(model.results(Exact(memory=memory), inputs), expected)
+        assert numbers[-1] > 2
 
 
 def test_segments_are_picked_where_one_segment_would_have_short_chunks() -> None:

@@ -20,6 +20,7 @@ from adjoint.engine.budget import LiveBytes
 from adjoint.engine.chunk_size import default_chunk_size
 from adjoint.engine.schedule import BUFFERS
 from adjoint.kernels import dispatch
+from adjoint.methods import as_picked
 from adjoint.plan import run_memory
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Machine, Setup, needs
@@ -28,7 +29,7 @@ from adjoint.stack import StackCall
 from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import TrainingConfig
 from adjoint.train.layout import Layout
-from tests.training_helpers import metrics, tiny
+from tests.training_helpers import metrics, tiny, train_tiny
 
 METHODS = [
     Backprop(),
@@ -222,6 +223,22 @@ def test_the_chunk_is_the_one_that_training_takes(batch: int, monkeypatch: pytes
         properties = SimpleNamespace(total_memory=int(gigabytes * 1e9))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         assert planned("cuda", "float32", gigabytes * 1e9) == default_chunk_size(Stack(config), there)
+
+
+def test_segments_on_a_cpu_are_planned_as_training_takes_and_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, seqlen = StackConfig(vocab_size=256, d_model=16, n_layer=8), 3001
+    planned = Setup(model_of(config), Exact(), 1, seqlen).spec
+    assert planned == Stack(config).engine_spec(torch.zeros(1, seqlen, dtype=torch.int8), Exact())
+    picked = as_picked(Exact(), planned)
+    assert (
+        isinstance(picked, Exact)
+        and picked.segment_layers is not None
+        and picked.segment_layers < config.n_layer
+    )
+    assert train_tiny(tmp_path, model__n_layer=8, data__seqlen=seqlen, training__steps=1) == 0
+    assert f"method: {picked.describe(picked=True)}\n" in capsys.readouterr().out
 
 
 def test_a_memory_budget_is_filled_and_no_more() -> None:

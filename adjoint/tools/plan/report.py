@@ -53,6 +53,7 @@ def as_dict(
         "tensor": layout.tensor,
         "seqlen": setup.seqlen,
         "chunk_size": setup.spec.chunk_size,
+        "segment_layers": setup.spec.layers_of_segments,
         "task_size": setup.window[1],
         "precision": setup.machine.precision,
         "device": setup.machine.kind,
@@ -118,9 +119,11 @@ def show(plan: dict[str, Any]) -> None:
     model, method, step = plan["model"], plan["method"], plan["step"]
     mixers = model.get("class", model.get("mixer"))
     kinds = mixers if isinstance(mixers, str) else "+".join(dict.fromkeys(mixers))
-    arguments = {
-        k: v for k, v in method.items() if k not in ("name", "chunk_size") and v not in (None, False)
-    }
+    layers = plan["segment_layers"]
+    hidden = {"name", "chunk_size", "segment_layers"} | (
+        {"keep"} if layers and method.get("keep") == "edges" else set()
+    )
+    arguments = {k: v for k, v in method.items() if k not in hidden and v not in (None, False)}
     method_line = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
     if plan["sequence"] > 1:
         method_line += f", each sequence over {plan['sequence']} devices in turn"
@@ -132,6 +135,8 @@ def show(plan: dict[str, Any]) -> None:
         f"{kinds}, {model['n_layer']} layers, d_model {model['d_model']}, {model['parameters']:,} parameters"
     )
     data = f"{plan['batch']} × {plan['seqlen']:,} tokens in chunks of {plan['chunk_size']:,}"
+    if layers is not None:
+        data += f", segments of {layers:,} layer{'s' * (layers > 1)}"
     print(f"model   {model_line}, {plan['precision']}\nmethod  {method_line}: {data}")
     _show_devices(plan["devices"])
     print()
