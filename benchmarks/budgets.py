@@ -1,10 +1,10 @@
 """Time against memory, from the least to backpropagation's: `python -m benchmarks.budgets`.
 
-Every point is forward + backward of 16,384 random tokens in a fresh process, in float32, batch 1: of a
-`Stack` of four Mamba-2 layers, and of a Bamba of transformers with one layer of attention in four, both with
-d_model 256. `Exact()` takes the least memory; `Exact(memory=…)` keeps the tapes of as many chunks as its
-budget allows, until nothing is computed twice. Compared are plain backpropagation and checkpointing of each
-layer.
+Every point is forward + backward of 8,192 random tokens in a fresh process, in float32, batch 1: of a
+`Stack` of eight Mamba-2 layers, and of a Bamba of transformers with one layer of attention in four, both with
+d_model 256. `Exact()` picks chunks and segments of layers, and takes the least memory; `Exact(memory=…)`
+keeps as many of their tapes as its budget allows, until nothing is computed twice. Compared are one segment
+in the chunks that are its default, plain backpropagation and checkpointing of each layer.
 
 - Gradients of all ways, on the same weights, are compared before any is timed.
 - Memory: peak resident size above what the process holds once it has run 64 tokens. Time: the median pass,
@@ -27,25 +27,26 @@ from benchmarks.wrapped import WIDTHS
 
 STACK: Point = {
     "vocab_size": 256,
-    "n_layer": 4,
+    "n_layer": 8,
     "mixer": "mamba2",
     "d_model": 256,
     "headdim": 64,
     "d_state": 64,
 }
-# Name → the model, plain backpropagation of it.
-MODELS: dict[str, tuple[Point, Point]] = {
-    "Stack of Mamba-2": (STACK, {"method": "Backprop"}),
-    "Bamba-like": (WIDTHS | WRAPPED["Bamba-like"][0], {}),
+BAMBA: Point = WIDTHS | WRAPPED["Bamba-like"][0] | {"num_hidden_layers": 8, "attn_layer_indices": [3, 7]}
+# Name → the model, plain backpropagation of it, the chunks of one segment.
+MODELS: dict[str, tuple[Point, Point, int]] = {
+    "Stack of Mamba-2": (STACK, {"method": "Backprop"}, 1408),
+    "Bamba-like": (BAMBA, {}, 832),
 }
 BUDGETS = ("150MB", "300MB", "600MB", "1GB", "4GB")
 UNSHOWN = ("150MB", "600MB")  # in the document's table
-LEAST, PLAIN, CHECKPOINTING = "`Exact()`", "backpropagation", "checkpointing"
+LEAST, ONE_SEGMENT, PLAIN, CHECKPOINTING = "`Exact()`", "one segment", "backpropagation", "checkpointing"
 
 
 class Budgets(steps.StepBenchmark):
     name = "budgets"
-    lengths: ClassVar = [16384]
+    lengths: ClassVar = [8192]
     limiting_options = ("lengths", "allocators")
     ratios = (("memory_bytes", "ms_per_token"), {"way": PLAIN}, ("model", "allocator", "length"))
     document, caption = "docs/which_method.md", "Time of a step against its memory"
@@ -62,8 +63,12 @@ class Budgets(steps.StepBenchmark):
         }
         return [
             steps.Curve({"model": model, "way": way}, way, point, arguments, repeated=options.lengths)
-            for model, (point, plain) in MODELS.items()
-            for way, arguments in {PLAIN: plain, **ways}.items()
+            for model, (point, plain, tokens) in MODELS.items()
+            for way, arguments in {
+                PLAIN: plain,
+                ONE_SEGMENT: {"method": "Exact", "chunk_size": tokens},
+                **ways,
+            }.items()
         ]
 
     def named(self, row: Row) -> str:
@@ -80,22 +85,23 @@ class Budgets(steps.StepBenchmark):
     def figures(self, result: Row) -> Iterator[tuple[str, Any, str]]:
         rows = [row for row in result["rows"] if "memory_bytes" in row]
         if rows:
-            conditions = "16,384 tokens, d_model 256, 4 layers, float32, batch 1"
+            conditions = "8,192 tokens, d_model 256, 8 layers, float32, batch 1"
             yield "", draw(rows), report.footer(result["environment"], conditions)
 
 
 def draw(rows: Sequence[Row]) -> Any:
     """Time relative to backpropagation's against memory relative to it, a panel for each model."""
+    others = {ONE_SEGMENT: report.GREEN, CHECKPOINTING: report.BLUE, PLAIN: report.GREY}
     figure, panels = report.pyplot().subplots(1, len(MODELS), figsize=(10, 4), squeeze=False)
     for axes, (model, of_model) in zip(
         panels[0], itertools.groupby(rows, lambda row: row["model"]), strict=False
     ):
         points = {row["way"]: (row["memory_bytes"] / 2**20, row["ms_per_token"]) for row in of_model}
-        budgets = sorted(point for way, point in points.items() if way not in (PLAIN, CHECKPOINTING))
+        budgets = sorted(point for way, point in points.items() if way not in others)
         axes.plot(
             *zip(*budgets, strict=True), "o-", color=report.ORANGE, label="Exact, least memory to all of it"
         )
-        for way, colour in ((CHECKPOINTING, report.BLUE), (PLAIN, report.GREY)):
+        for way, colour in others.items():
             if way in points:
                 axes.plot(*points[way], "s", color=colour, label=way)
         axes.set(title=model, xlabel="peak memory above a short pass, MiB")
