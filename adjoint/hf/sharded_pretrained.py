@@ -60,8 +60,7 @@ class ShardedPretrained:
                     storage = torch.empty_like(parameter, device=device, dtype=dtype)
                     setattr(module, name, nn.Parameter(storage, parameter.requires_grad))
         span_model.to(device, dtype)  # buffers
-        if dtype == torch.float64:
-            use_float64_experts(span_model)
+        use_float64_experts(span_model)
         for name, buffer in span_model.named_buffers():  # those of the model that was examined, to the bit
             if name in source.buffers:
                 buffer.copy_(source.buffers[name])

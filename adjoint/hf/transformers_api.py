@@ -225,9 +225,11 @@ def expert_functions() -> MutableMapping[str, Callable[..., object]]:
 
 
 def use_float64_experts(model: nn.Module) -> None:
-    """Let a model in float64 multiply with each expert by itself: the default, grouped products, takes no
-    float64."""
-    if isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
+    """Let a model in float64 multiply with each expert by itself, as the default, grouped products, takes no
+    float64; leave others as they are."""
+    if not isinstance(model, PreTrainedModel) or model.dtype != torch.float64:
+        return
+    if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 

@@ -33,8 +33,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from adjoint.kernels import dispatch
-
 # torch 2.13 has renamed both and warns of the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -139,35 +137,12 @@ class _View(NamedTuple):
     offset: int
 
 
-def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, seqlen: int
-) -> Tensor:
-    """Return gather_tokens(x) weightᵀ + bias, keeping only this rank's tokens for the backward.
-
-    The backward gathers the tokens a second time (Korthikanti et al., end of section 4.2.2). Under autocast
-    the product is in autocast's dtype, as that of `torch.nn.functional.linear`.
-
-    Args:
-        x: this rank's tokens, (batch, local_tokens(seqlen, ranks), channels).
-        weight: this rank's rows, (outputs, channels). bias: (outputs,) or None.
-
-    Returns:
-        (batch, seqlen, outputs).
-    """
-    dtype = dispatch.autocast_dtype(x.device)
-    if dtype is not None and x.dtype != torch.float64:
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _GatheredLinear.apply(x, weight, bias, group, seqlen)
-
-
 class _Context(FunctionCtx):
     """The attributes of autograd's context that the functions below set or read."""
 
     group: dist.ProcessGroup
     seqlen: int
     complete: bool
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
 
 
 Inputs = tuple[Tensor | None, ...]  # what a backward returns
@@ -237,29 +212,6 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, dy: Tensor) -> Inputs:
         return all_gather_tokens(dy, ctx.group, ctx.seqlen), None
-
-
-class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _Context, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, seqlen: int
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.seqlen = group, seqlen
-        return F.linear(all_gather_tokens(x, group, seqlen), weight, bias)
-
-    @staticmethod
-    def backward(ctx: _Context, dy: Tensor) -> Inputs:
-        x, weight = ctx.saved_tensors
-        dx = d_weight = d_bias = None
-        if ctx.needs_input_grad[0]:
-            dx = _reduce_scatter(dy @ weight, ctx.group)
-        if ctx.needs_input_grad[1]:
-            tokens = all_gather_tokens(x, ctx.group, ctx.seqlen)
-            d_weight = dy.flatten(0, 1).T @ tokens.flatten(0, 1)
-        if ctx.needs_input_grad[2]:
-            d_bias = dy.sum((0, 1))
-        return dx, d_weight, d_bias, None, None
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

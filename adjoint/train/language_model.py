@@ -266,8 +266,7 @@ class PretrainedLM(LanguageModel):
         ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
         model = unwrapped(directory, torch.float32, trusted, KEY, kind, device, ranks)
         module = _placed(prepared(model, directory, config.method, lora), config, device, dtype)
-        if dtype == torch.float64:
-            use_float64_experts(module)
+        use_float64_experts(module)
         if pick_precision(config.training.precision, device_of(module)) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carry_state != "none":

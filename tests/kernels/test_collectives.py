@@ -19,7 +19,6 @@ from adjoint.kernels import collectives
 from adjoint.kernels.collectives import (
     copy_to_ranks,
     gather_tokens,
-    gathered_linear,
     keeping_local_tokens,
     local_tokens,
     reduce_scatter_tokens,
@@ -110,21 +109,12 @@ def each_function(batch: int, seqlen: int) -> None:
     sequence = torch.cat([x for (x,) in xs], dim=1)[:, :seqlen]
     compare(lambda x: gather_tokens(x, group, seqlen), xs, [sequence.clone() for _ in range(ranks)])
     compare(lambda x: gather_tokens(x, group, seqlen, complete=True), xs, [sequence])
-    linears = [[x, draw(OUTPUTS, CHANNELS), draw(OUTPUTS)] for (x,) in xs]
+    linears = [[x, draw(OUTPUTS, CHANNELS)] for (x,) in xs]
     compare(
-        lambda x, weight, bias: gathered_linear(x, weight, bias, group, seqlen),
-        linears,
-        [F.linear(sequence, weight, bias) for _, weight, bias in linears],
-    )
-    for ours in (
-        lambda x, weight: gathered_linear(x, weight, None, group, seqlen),
         lambda x, weight: linear_of_local_tokens(x, weight, seqlen),
-    ):
-        compare(
-            ours,
-            [linear[:2] for linear in linears],
-            [F.linear(sequence, weight) for _, weight, _ in linears],
-        )
+        linears,
+        [F.linear(sequence, weight) for _, weight in linears],
+    )
 
 
 def linear_of_local_tokens(x: Tensor, weight: Tensor, seqlen: int) -> Tensor:
@@ -142,10 +132,6 @@ def test_values_and_gradients_are_those_of_one_process(ranks: int, tmp_path: Pat
 def what_a_linear_stores(seqlen: int) -> None:
     group = dist.group.WORLD
     x, weight = draw(BATCH, local_tokens(seqlen, 2), CHANNELS), draw(OUTPUTS, CHANNELS)
-    stored: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
-        gathered_linear(x, weight, None, group, seqlen)
-    assert [t.data_ptr() for t in stored] == [x.data_ptr(), weight.data_ptr()]
     for keeping, stays in ((contextlib.nullcontext(), True), (None, False)):
         gathered = gather_tokens(x, group, seqlen)
         with keeping or keeping_local_tokens(x, gathered, group):
@@ -168,16 +154,6 @@ def in_bfloat16() -> None:
         (gather_tokens(x[:, :2], group, 4), 1.5),
     ):
         assert y.dtype == torch.bfloat16 and (y == value).all()
-    x, weight, bias = (torch.randint(-3, 4, shape).float() for shape in ((2, 3, 4), (5, 4), (5,)))
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]  # whole numbers, exact in bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        y = gathered_linear(x, weight, bias, group, 5)
-        expected = F.linear(gather_tokens(x, group, 5), weight, bias)
-    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
-    for got, reference in zip(
-        torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
-    ):
-        assert got.dtype == torch.float32 and torch.equal(got, reference)
 
 
 def test_dtypes_are_those_of_plain_operators(tmp_path: Path) -> None:

@@ -117,8 +117,7 @@ def _model(point: Point) -> PreTrainedModel:
     model.config.use_cache = False  # of which training has no use
     if point["quantized"] is None:
         model.to(point["device"])
-    if dtype == torch.float64:
-        use_float64_experts(model)
+    use_float64_experts(model)
     if (rank := point["lora_rank"]) is None:
         return model
     return adapted(model, dataclasses.asdict(LoraConfig(rank=rank)))

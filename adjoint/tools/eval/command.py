@@ -171,11 +171,12 @@ def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Modul
         UserError: the model is quantized, and the precision is float64.
     """
     if described(module.config) is None:
-        if precision == "float64" and not isinstance(module, Stack):
+        module.to(device, torch.float64 if precision == "float64" else None)
+        if not isinstance(module, Stack):
             from adjoint.hf.transformers_api import use_float64_experts
 
             use_float64_experts(module)
-        return module.to(device, torch.float64 if precision == "float64" else None)
+        return module
     if precision == "float64":
         raise UserError("--precision float64: quantized weights do not multiply in it; leave it out")
     from adjoint.hf.quantized import set_compute_dtype

@@ -109,12 +109,6 @@ def backward_programs(
     return programs, common.split_length(seqlen, batch * programs, programs_at_once, unit, SHORTEST_SPLIT)
 
 
-def partial_bytes(batch: int, seqlen: int, d_state: int, programs: int, itemsize: int = 4) -> int:
-    """Bytes of the partial sums of dB and dC, one of each for every one of the ``programs`` that share out
-    the channels."""
-    return 2 * batch * programs * seqlen * d_state * itemsize
-
-
 def check(d_state: int) -> None:
     """Raise ValueError for a d_state beyond what the kernels' registers hold."""
     if d_state > MAX_D_STATE:
