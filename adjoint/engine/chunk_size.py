@@ -46,8 +46,8 @@ WHOLE_INPUTS = 2
 # inputs' place.
 FEWEST_RECORDED_CHUNKS = 3
 # On a CPU chunks of segments may be so many times longer than chunks of one segment, and segments take such a
-# share of its memory at most: of 8 and 16 layers, 4,096 and 8,192 tokens, they saved a third to two thirds of
-# the memory and up to 8% of the time. Longer chunks saved no more time.
+# share of its memory at most: where they save less, they are not worth the trial that divides a wrapped model.
+# `python -m benchmarks.budgets` measures both.
 LONGER_CPU_CHUNKS = 2
 SHARE_OF_ONE_SEGMENT = 0.6
 # Outputs of attention that are not computed again may take such a share of the activations.
