@@ -46,7 +46,7 @@ WHOLE_INPUTS = 2
 # inputs' place.
 FEWEST_RECORDED_CHUNKS = 3
 # On a CPU chunks of segments may be so many times longer than chunks of one segment, and segments take such a
-# share of its memory at most: where they save less, they are not worth the trial that divides a wrapped model.
+# share of its memory at most: where they save less, they do not pay for the trial that divides a model.
 # `python -m benchmarks.budgets` measures both.
 LONGER_CPU_CHUNKS = 2
 SHARE_OF_ONE_SEGMENT = 0.6
