@@ -109,7 +109,8 @@ def wrap(
         if "forward" in vars(module) and original_class(module) is type(module):
             raise ValueError(
                 f"{type(module).__name__} has a forward of its own on the instance, which calls would use: "
-                "wrap the model before accelerate.prepare, or whatever else replaces the forward"
+                "wrap the model before accelerate.prepare, or whatever else replaces the forward; one that a "
+                "trainer has left behind goes with `del model.forward`"
             )
     wrap_state = WrapState(method, weakref.ref(model), group)
     if (hooks := accelerate_hooks()) is not None:
