@@ -66,7 +66,10 @@ def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
                 "the weights with different adapters; name other modules"
             )
     except ValueError as error:
-        raise UserError(f"model.lora.target_modules: {' '.join(str(error).split())}") from None
+        hint = ""
+        if any(name.rpartition(".")[2] == targets for name, _ in model.named_modules()):
+            hint = f" A text is a pattern for whole names; modules are a list: [{targets}]."
+        raise UserError(f"model.lora.target_modules: {' '.join(str(error).split())}{hint}") from None
     return adapted
 
 

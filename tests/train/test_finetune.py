@@ -399,6 +399,7 @@ def test_eval_takes_names_of_the_hub(
     [
         ({"cluster__shards": 1}, "model.lora: shards do not train adapters"),
         ({"model__lora__target_modules": "nothing"}, "model.lora.target_modules: "),
+        ({"model__lora__target_modules": "in_proj"}, "modules are a list: [in_proj]"),
         ({"model__lora__rank": 0}, "--model.lora.rank: expected a whole number (1 or more)"),
         ({"model__from_pretrained": "null"}, "model.lora: adapters need a pretrained model"),
         ({"model__lora__r": 3}, "did you mean model.lora.rank?"),
