@@ -244,7 +244,7 @@ def _chunk_sizes(seqlen: int, max_chunks: int, unit: int = 256) -> Iterator[int]
 
 
 def _smallest_segments(sizes: Sizes, tokens: int, chunk_tokens: int) -> tuple[int, float]:
-    """Return the layers of the segments that take the least memory, and it: their inputs and a chunk's tape.
+    """Return the layers of a segment with which inputs and a tape take the least memory, and that in bytes.
 
     Args:
         tokens, chunk_tokens: of the batch and of a chunk, over all rows.
@@ -314,8 +314,10 @@ def segments_for(
 
 
 def _segments_for_cpu(sizes: Sizes, batch: int, seqlen: int) -> SegmentSize | None:
-    """Return `segments_for` a CPU. In two chunks of one segment too much would be computed again: a chunk of
-    one segment keeps its tape, of many segments one segment of a chunk does."""
+    """Return `segments_for` a CPU.
+
+    A sequence of two chunks stays one segment: its last chunk keeps the tape of all layers, of segments only
+    one does, and the others would be computed again."""
     chunk_of_one = chunk_size_for(sizes, batch, seqlen, "cpu")
     if seqlen <= 2 * chunk_of_one:
         return None

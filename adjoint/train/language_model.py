@@ -89,10 +89,13 @@ class LanguageModel(Protocol):
     def num_parameters(self) -> int:
         """The number of parameters, each tied one counted once."""
 
-    def picked_method(self, batch: int, seqlen: int) -> Method:
+    def picked_method(self, batch: int, seqlen: int, has_state: bool) -> Method:
         """Return the method, which has chunks, with those and the segments that are picked for a batch.
 
-        The caller's autocast counts."""
+        Args:
+            batch, seqlen: of its ids. The caller's autocast counts.
+            has_state: whether it goes on from the state of the batch before it.
+        """
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
@@ -159,9 +162,9 @@ class StackLM(LanguageModel):
     def num_parameters(self) -> int:
         return self.module.num_parameters()
 
-    def picked_method(self, batch: int, seqlen: int) -> Method:
+    def picked_method(self, batch: int, seqlen: int, has_state: bool) -> Method:
         ids = torch.empty(batch, seqlen, dtype=torch.int8, device=device_of(self.module))
-        return as_picked(self.method, self.module.engine_spec(ids, self.method, group=self.group))
+        return as_picked(self.method, self.module.engine_spec(ids, self.method, has_state, self.group))
 
     def output(
         self, ids: Tensor, labels: Tensor, seq_idx: Tensor | None, **states: object
@@ -289,7 +292,7 @@ class PretrainedLM(LanguageModel):
     def num_parameters(self) -> int:
         return self.module.num_parameters()
 
-    def picked_method(self, batch: int, seqlen: int) -> Method:
+    def picked_method(self, batch: int, seqlen: int, has_state: bool) -> Method:
         from adjoint.hf.call import Call
         from adjoint.hf.hf_model import HFModel
         from adjoint.hf.verify.first_use import verification_of
@@ -299,7 +302,7 @@ class PretrainedLM(LanguageModel):
         call = Call(self.module, {"input_ids": ids, "labels": ids})
         tokens, starts = call.batch()
         spec = verification.chunk_spec(tokens.ids, starts)
-        if self.group is None:
+        if self.group is None and not has_state:
             spec = HFModel(verification).in_segments(call, tokens, spec)
         return as_picked(self.method, spec)
 

@@ -207,7 +207,8 @@ class Trainer:
     def _picked_method(self) -> Method:
         """Return the method with the chunks and segments of a training batch."""
         with autocast(self.precision, self.device):
-            return self.model.picked_method(self.rows, self.config.data.seqlen)
+            carries = self.settings.carry_state != "none"
+            return self.model.picked_method(self.rows, self.config.data.seqlen, carries)
 
     def _zero_grad(self) -> None:
         begin_peak(self.device)  # of this step, without tokenizing, evaluation and checkpoints

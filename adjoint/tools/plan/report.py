@@ -120,10 +120,10 @@ def show(plan: dict[str, Any]) -> None:
     mixers = model.get("class", model.get("mixer"))
     kinds = mixers if isinstance(mixers, str) else "+".join(dict.fromkeys(mixers))
     layers = plan["segment_layers"]
-    hidden = {"name", "chunk_size", "segment_layers"} | (
-        {"keep"} if layers and method.get("keep") == "edges" else set()
-    )
-    arguments = {k: v for k, v in method.items() if k not in hidden and v not in (None, False)}
+    left_out = ["name", "chunk_size", "segment_layers"]
+    if layers is not None and method.get("keep") == "edges":  # those that are picked store inputs
+        left_out.append("keep")
+    arguments = {k: v for k, v in method.items() if k not in left_out and v not in (None, False)}
     method_line = ", ".join([method["name"], *(f"{k} {v}" for k, v in arguments.items())])
     if plan["sequence"] > 1:
         method_line += f", each sequence over {plan['sequence']} devices in turn"
