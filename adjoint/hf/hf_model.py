@@ -148,7 +148,9 @@ class HFModel:
         if self.verification.wrap_state.method.cuda_graphs:
             sizes = sizes.of_recordings()
         segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen, budget)
-        is_trained = call.has_labels or torch.is_grad_enabled()
+        # in training mode a checkpoint around the call may run it again with gradients: by the same chunks,
+        # or its dropout would be another
+        is_trained = call.has_labels or torch.is_grad_enabled() or call.model.training
         if segments is None or not is_trained or self._divide(call) is None:
             return spec
         return spec.in_segments(*segments)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import adjoint
 from adjoint import Exact
@@ -434,6 +435,19 @@ def test_gradients_by_segments_that_are_picked_on_a_cpu(name: str, monkeypatch: 
     for memory in (None, "1kB"):
         same(model.results(Exact(memory=memory), inputs), expected)
         assert numbers[-1] > 2
+
+
+def test_a_checkpoint_around_a_call_runs_it_again_by_the_same_chunks() -> None:
+    model = adjoint.wrap(make(LLAMA, num_hidden_layers=8, attention_dropout=0.3), Exact())
+    ids, values = torch.randint(3, 20, (14, 251), generator=torch.Generator().manual_seed(0)), []
+
+    def call(ids: Tensor, anchor: Tensor) -> Tensor:
+        with float64_throughout():
+            values.append(model.model(ids, use_cache=False).last_hidden_state + anchor)
+        return values[-1]
+
+    checkpoint(call, ids, torch.zeros(1, requires_grad=True), use_reentrant=True).sum().backward()
+    same({"hidden states": values[1].detach()}, {"hidden states": values[0]})
 
 
 def test_segments_are_picked_where_one_segment_would_have_short_chunks() -> None:
