@@ -51,6 +51,7 @@ class HFModel:
             (`weighted_logprobs`); else None.
         with_router_logits: whether those that a call asks for follow its hidden states.
         packs_rows: whether ranks that share a call's sequences may run its short documents side by side.
+        is_one_stage: whether its layers stay one segment whatever the call, as where chunks are given.
 
     Attributes:
         stage: the model as the stage of the step that was made last.
@@ -64,8 +65,10 @@ class HFModel:
         temperature: float | None = None,
         with_router_logits: bool = False,
         packs_rows: bool = False,
+        is_one_stage: bool = False,
     ) -> None:
         self.verification, self.temperature = verification, temperature
+        self.is_one_stage = is_one_stage or temperature is not None
         self.with_router_logits, self.packs_rows = with_router_logits, packs_rows
         self.shares_rows = False
         self._rows_at: Mapping[int, int] | None = None  # of the chunks, if they have rows of their own
@@ -148,8 +151,8 @@ class HFModel:
         if self.verification.wrap_state.method.cuda_graphs:
             sizes = sizes.of_recordings()
         segments = segments_on(batch.ids.device, sizes, batch.rows, batch.seqlen, budget)
-        # in training mode a checkpoint around the call may run it again with gradients: by the same chunks,
-        # or its dropout would be another
+        # In training mode a checkpoint around the call may run it again with gradients. Other chunks would
+        # draw other dropout.
         is_trained = call.has_labels or torch.is_grad_enabled() or call.model.training
         if segments is None or not is_trained or self._divide(call) is None:
             return spec
@@ -160,7 +163,7 @@ class HFModel:
 
         It stays one with all that stages hand on beside hidden states, or that a later step continues."""
         kind, verification = call.kind, self.verification
-        is_one = self.shares_rows or self.temperature is not None or not verification.holding.is_plain
+        is_one = self.is_one_stage or self.shares_rows or not verification.holding.is_plain
         is_one = is_one or call.carried is not None or verification.padding_of(call) is not None
         if is_one or kind.routed or kind.language_layout or check.has_logit_penalty(call.model):
             return None
@@ -225,7 +228,7 @@ def chunk_losses(model: PreTrainedModel, ids: Tensor, spec: EngineSpec) -> list[
     """Return the summed loss of each chunk of ids (batch, seqlen), in the wrapped model's present mode."""
     with torch.no_grad():
         call = Call(model, {"input_ids": ids, "labels": ids})
-        return losses_of_chunks(HFModel(verify(call)), call, spec)
+        return losses_of_chunks(HFModel(verify(call), is_one_stage=True), call, spec)
 
 
 @torch.no_grad()
@@ -234,7 +237,8 @@ def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSp
 
     The wrapped model runs in its present mode by chunks, of two tokens at least."""
     call = Call(model, {"input_ids": ids, "labels": ids})
-    return logits_by_slices(model, last_hidden(HFModel(verify(call)), call, tokens, spec))
+    hidden = last_hidden(HFModel(verify(call), is_one_stage=True), call, tokens, spec)
+    return logits_by_slices(model, hidden)
 
 
 @torch.no_grad()

@@ -138,9 +138,18 @@ class Model:
         raise NotImplementedError
 
     def engine_spec(
-        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
+        self,
+        method: Method,
+        size: tuple[int, int],
+        layout: Layout,
+        machine: Machine,
+        has_state: bool = False,
     ) -> EngineSpec:
-        """Return the method's instructions to the engine; size: (batch, seqlen).
+        """Return the method's instructions to the engine.
+
+        Args:
+            size: (batch, seqlen).
+            has_state: whether batches begin with states, which only a model in one segment takes.
 
         Raises:
             UserError: the method is not for such a model.
@@ -155,7 +164,7 @@ class Model:
             sizes, rows * self.strands, seqlen, kind, machine.memory, storage.checkpoints
         )
         spec = method.engine_spec(seqlen, layout.at_most(default, seqlen), sharded.documents)
-        if spec.storage.segment_layers is None and layout.world == 1:
+        if spec.storage.segment_layers is None and layout.world == 1 and not has_state:
             sizes = dataclasses.replace(sizes, weights=self.num_parameters * machine.element)
             sizes = sizes.of_recordings() if method.cuda_graphs else sizes
             budget = storage.memory

@@ -91,9 +91,14 @@ class StackModel(Model):
         return mode, stack
 
     def engine_spec(
-        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
+        self,
+        method: Method,
+        size: tuple[int, int],
+        layout: Layout,
+        machine: Machine,
+        has_state: bool = False,
     ) -> EngineSpec:
-        spec = super().engine_spec(method, size, layout, machine)
+        spec = super().engine_spec(method, size, layout, machine, has_state)
         check_windows(self.source, spec)
         # scans of bidirectional layers keep no tapes
         return spec.without_tapes() if self.kind == "bidirectional" and method.has_chunks else spec

@@ -87,8 +87,8 @@ class Setup:
     @functools.cached_property
     def spec(self) -> EngineSpec:
         """The method's instructions to the engine."""
-        size = self.batch, self.seqlen
-        return self.model.engine_spec(self.method, size, self.layout, self.machine)
+        size, has_state = (self.batch, self.seqlen), self.training.carry_state != "none"
+        return self.model.engine_spec(self.method, size, self.layout, self.machine, has_state)
 
     @property
     def chunks(self) -> int:

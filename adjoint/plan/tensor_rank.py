@@ -79,9 +79,14 @@ class RankModel(Model):
         self.d_model = -(-model.d_model // ranks)  # of the residual stream: a share of the tokens
 
     def engine_spec(
-        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine
+        self,
+        method: Method,
+        size: tuple[int, int],
+        layout: Layout,
+        machine: Machine,
+        has_state: bool = False,
     ) -> EngineSpec:
-        return self.model.engine_spec(method, size, layout, machine)
+        return self.model.engine_spec(method, size, layout, machine, has_state)
 
     def described(self) -> dict[str, object]:
         return self.model.described()

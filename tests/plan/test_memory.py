@@ -239,10 +239,13 @@ def test_segments_on_a_cpu_are_planned_as_training_takes_and_names_them(
     )
     assert train_tiny(tmp_path, model__n_layer=8, data__seqlen=seqlen, training__steps=1) == 0
     assert f"method: {picked.describe(picked=True)}\n" in capsys.readouterr().out
-    carried, flags = tmp_path / "carried", {"training__steps": 1, "training__carry_state": "previous"}
-    carried.mkdir()
-    assert train_tiny(carried, model__n_layer=8, data__seqlen=seqlen, **flags) == 0
-    assert "chunks of 1,408 tokens (picked), states kept at chunk edges\n" in capsys.readouterr().out
+    training = TrainingConfig(carry_state="previous")  # batches that begin with states stay one segment
+    planned = Setup(model_of(config), Exact(), 1, seqlen, training=training).spec
+    method = as_picked(Exact(), planned).describe(picked=True)
+    flags = {"training__steps": 1, "training__carry_state": "previous"}
+    (tmp_path / "carried").mkdir()
+    assert train_tiny(tmp_path / "carried", model__n_layer=8, data__seqlen=seqlen, **flags) == 0
+    assert planned.layers_of_segments is None and f"method: {method}\n" in capsys.readouterr().out
 
 
 def test_a_memory_budget_is_filled_and_no_more() -> None:
