@@ -186,7 +186,7 @@ def _check(config: Config, process: ProcessRank) -> None:
     layout.check_tensor(config.method, settings.optimizer)
     if layout.sequence > 1 and config.method.storage.memory is not None:
         raise UserError("method.memory: works only if each process has whole sequences; leave it out")
-    if settings.carry_state != "none":
+    if settings.carries_states:
         raise UserError("training.carry_state: works in one process only; leave it out, or start one process")
     if settings.optimizer_in_backward and process.world > 1:
         raise UserError(

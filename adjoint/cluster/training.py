@@ -274,7 +274,7 @@ class ShardedTrainer(Trainer):
             self.settings.grad_accumulation,
             self.method.engine_spec(ids.shape[1], self.chunk_size),
         )
-        chunks, carries = len(engine_spec.cuts(ids.shape[1])) - 1, self.settings.carry_state != "none"
+        chunks, carries = len(engine_spec.cuts(ids.shape[1])) - 1, self.settings.carries_states
         microbatch = Microbatch(
             loss_divisor,
             (number + 1) % batches == 0,

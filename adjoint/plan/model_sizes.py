@@ -138,12 +138,7 @@ class Model:
         raise NotImplementedError
 
     def engine_spec(
-        self,
-        method: Method,
-        size: tuple[int, int],
-        layout: Layout,
-        machine: Machine,
-        has_state: bool = False,
+        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine, has_state: bool
     ) -> EngineSpec:
         """Return the method's instructions to the engine.
 
@@ -171,7 +166,11 @@ class Model:
             budget = machine.memory if budget == "auto" else budget
             segments = segments_for(sizes, rows * self.strands, seqlen, kind, machine.memory, budget)
             spec = spec if segments is None else spec.in_segments(*segments)
-        return with_attention_bytes(spec, sizes, rows, seqlen)
+        return self.adapted_spec(with_attention_bytes(spec, sizes, rows, seqlen), method)
+
+    def adapted_spec(self, spec: EngineSpec, method: Method) -> EngineSpec:
+        """Return a method's spec as this kind of model runs it, or raise a UserError if it does not."""
+        return spec
 
     def stages(self, spans: Sequence[range], are_layers: bool = False) -> list[list[int]]:
         """Return each stage's pieces, bottom up.

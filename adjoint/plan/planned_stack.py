@@ -19,11 +19,9 @@ from adjoint.layers.bidirectional_mixer import directions_of
 from adjoint.methods import Method
 from adjoint.plan.model_sizes import EMBEDDING, HEAD, LayerSize, Model, sizes_of, width
 from adjoint.plan.stage_memory import Conditions, fake_tensors
-from adjoint.plan.worker_devices import Machine
 from adjoint.stack import Stack
 from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.config import plain
-from adjoint.train.layout import Layout
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -90,15 +88,7 @@ class StackModel(Model):
         assert isinstance(stack, Stack)
         return mode, stack
 
-    def engine_spec(
-        self,
-        method: Method,
-        size: tuple[int, int],
-        layout: Layout,
-        machine: Machine,
-        has_state: bool = False,
-    ) -> EngineSpec:
-        spec = super().engine_spec(method, size, layout, machine, has_state)
+    def adapted_spec(self, spec: EngineSpec, method: Method) -> EngineSpec:
         check_windows(self.source, spec)
         # scans of bidirectional layers keep no tapes
         return spec.without_tapes() if self.kind == "bidirectional" and method.has_chunks else spec

@@ -87,7 +87,7 @@ class Setup:
     @functools.cached_property
     def spec(self) -> EngineSpec:
         """The method's instructions to the engine."""
-        size, has_state = (self.batch, self.seqlen), self.training.carry_state != "none"
+        size, has_state = (self.batch, self.seqlen), self.training.carries_states
         return self.model.engine_spec(self.method, size, self.layout, self.machine, has_state)
 
     @property

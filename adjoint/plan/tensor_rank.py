@@ -79,12 +79,7 @@ class RankModel(Model):
         self.d_model = -(-model.d_model // ranks)  # of the residual stream: a share of the tokens
 
     def engine_spec(
-        self,
-        method: Method,
-        size: tuple[int, int],
-        layout: Layout,
-        machine: Machine,
-        has_state: bool = False,
+        self, method: Method, size: tuple[int, int], layout: Layout, machine: Machine, has_state: bool
     ) -> EngineSpec:
         return self.model.engine_spec(method, size, layout, machine, has_state)
 

@@ -175,6 +175,11 @@ class TrainingConfig:
             raise UserError("training.optimizer: adamw8bit computes in float32; use adamw for float64")
 
     @property
+    def carries_states(self) -> bool:
+        """Whether batches begin with states, but for the first."""
+        return self.carry_state != "none"
+
+    @property
     def warmup(self) -> int:
         """Steps of the warm-up."""
         return min(10, self.steps // 2) if self.warmup_steps is None else self.warmup_steps

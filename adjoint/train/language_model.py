@@ -144,7 +144,7 @@ class StackLM(LanguageModel):
             module.parallelize(tensor_group, "cluster.tensor", same_weights=True)
         module = _placed(module, config, device, dtype)
         grows = any(dim is not None for block in module.blocks() for dim in block.mixer.grows)
-        if grows and config.training.carry_state != "none":
+        if grows and config.training.carries_states:
             raise UserError(
                 "training.carry_state: attention's keys and values would grow without limit; leave it out"
             )
@@ -235,7 +235,7 @@ class PretrainedLM(LanguageModel):
             check_bytes(directory, config.model.vocab_size)
         if shards and config.model.lora is not None:
             raise UserError("model.lora: shards do not train adapters; set cluster.shards to 0")
-        if config.training.carry_state != "none" and (shards or packed):
+        if config.training.carries_states and (shards or packed):
             place = "set cluster.shards to 0" if shards else 'set data.documents to "stream"'
             raise UserError(
                 f"training.carry_state: a pretrained model's states go on in rows of one process; {place}"
@@ -272,7 +272,7 @@ class PretrainedLM(LanguageModel):
         use_float64_experts(module)
         if pick_precision(config.training.precision, device_of(module)) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
-        if config.training.carry_state != "none":
+        if config.training.carries_states:
             from adjoint.hf.carried_state import why_not_from_batch_to_batch
             from adjoint.hf.model_parts import base_of
 
@@ -374,7 +374,7 @@ def _check_bidirectional(config: Config) -> None:
             raise UserError(
                 f"{key}: such layers read the whole sequence in one process; leave cluster.{name} out"
             )
-    if config.training.carry_state != "none":
+    if config.training.carries_states:
         raise UserError(f"{key}: no state goes on after the sequence; leave training.carry_state out")
     if config.model.offload != "none":
         raise UserError(f"{key}: such layers run with weights on the device; leave model.offload out")

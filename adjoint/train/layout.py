@@ -254,7 +254,7 @@ class Layout:
             raise UserError("method.memory: works in one process only; leave it out")
         if method.cuda_graphs:
             raise UserError("method.cuda_graphs: works in one process only; leave it out")
-        if training.carry_state != "none" and self.workers * self.replicas > self.shards:
+        if training.carries_states and self.workers * self.replicas > self.shards:
             raise UserError(
                 "training.carry_state: a layer's states stay with one worker; leave out cluster.replicas, "
                 "cluster.sequence and cluster.helpers"

@@ -207,8 +207,8 @@ class Trainer:
     def _picked_method(self) -> Method:
         """Return the method with the chunks and segments of a training batch."""
         with autocast(self.precision, self.device):
-            carries = self.settings.carry_state != "none"
-            return self.model.picked_method(self.rows, self.config.data.seqlen, carries)
+            seqlen, has_state = self.config.data.seqlen, self.settings.carries_states
+            return self.model.picked_method(self.rows, seqlen, has_state)
 
     def _zero_grad(self) -> None:
         begin_peak(self.device)  # of this step, without tokenizing, evaluation and checkpoints
@@ -223,7 +223,7 @@ class Trainer:
             ids: (batch, seqlen), see `labelled`. start: `Carried.start`'s arguments.
             loss_divisor: predicted tokens of the step / of this batch.
         """
-        carries = self.settings.carry_state != "none"
+        carries = self.settings.carries_states
         states = {"state": self.carried.start(*start), "return_state": True} if carries else {}
         with autocast(self.precision, self.device):
             output = self._output(ids, **states)
