@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from adjoint.batch import IGNORE_INDEX, READ_AT_ONCE, Batch, are_values_unknown
@@ -84,6 +85,9 @@ class StackOutput:
     state: list[State] | None = None
     windows: list[int] | None = None
     hidden_states: Tensor | None = None
+
+
+register_dataclass(StackOutput)  # DDP of a static graph reduces gradients of the tensors that pytree finds
 
 
 P = ParamSpec("P")

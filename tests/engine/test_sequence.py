@@ -353,7 +353,7 @@ def meshes(name: str, thorough: bool) -> None:
     row, reference = mesh.get_local_rank("data"), ModelOfEitherKind(name)
     expected = reference.results(None, reference.inputs(IDS, IDS))
     expected.pop("loss")
-    kinds = "ddp over data", "fully_shard", "ddp", "fully_shard over data"
+    kinds = "ddp of a static graph over data", "fully_shard", "ddp", "fully_shard over data"
     for kind in kinds if thorough else kinds[:2]:
         case, data = ModelOfEitherKind(name), mesh["data"] if kind.endswith("data") else None
         model, inputs = case.model, case.inputs(IDS[row : row + 1], IDS[row : row + 1])
@@ -363,7 +363,8 @@ def meshes(name: str, thorough: bool) -> None:
             model = case.prepare(Exact(7), mesh["sequence"])
         called: Any = model
         if kind.startswith("ddp"):
-            called = DistributedDataParallel(model, process_group=data and data.get_group())
+            is_static = "static" in kind
+            called = DistributedDataParallel(model, process_group=data and data.get_group(), static_graph=is_static)
         else:
             called = fully_shard(model, mesh=data or dist.init_device_mesh("cpu", (4,)))
         with case.double():
