@@ -40,11 +40,14 @@ class ChunkedModel(Protocol[CallT]):
     A call is the model's own record of a batch and of everything in it that has a value per token. The engine
     hands it back and does not look into it."""
 
-    def cut(self, call: CallT, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
+    def cut(
+        self, call: CallT, group: dist.ProcessGroup | None = None, spec: EngineSpec | None = None
+    ) -> tuple[Batch, EngineSpec]:
         """Return a call's batch and the spec of its chunks.
 
         Args:
             group: the process group whose ranks share its sequences, or None.
+            spec: the caller's own chunks; None for those of the call's method.
 
         Raises:
             UserError: the method cannot cut it.

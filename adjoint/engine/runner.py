@@ -122,14 +122,13 @@ def _by_segments(
 @torch.no_grad()
 def chunk_losses(model: ChunkedModel[CallT], call: CallT, spec: EngineSpec) -> list[Tensor]:
     """Return the summed loss of each chunk of a call, by chunks of `spec`."""
-    batch, _ = model.cut(call)
-    return model.step(call, batch, spec).chunk_losses()
+    return model.step(call, *model.cut(call, spec=spec)).chunk_losses()
 
 
 @torch.no_grad()
 def last_hidden(model: ChunkedModel[CallT], call: CallT, tokens: int, spec: EngineSpec) -> Tensor:
     """Return the hidden states (batch, tokens, width) of a call's last tokens, by chunks of `spec`."""
-    batch, _ = model.cut(call)
+    batch, spec = model.cut(call, spec=spec)
     collect = CollectHiddenStates(tokens, batch.seqlen - tokens)
     model.step(call, batch, spec, collect=collect).forward()
     assert collect.hidden is not None

@@ -51,7 +51,6 @@ class HFModel:
             (`weighted_logprobs`); else None.
         with_router_logits: whether those that a call asks for follow its hidden states.
         packs_rows: whether ranks that share a call's sequences may run its short documents side by side.
-        is_one_stage: whether its layers stay one segment whatever the call, as where chunks are given.
 
     Attributes:
         stage: the model as the stage of the step that was made last.
@@ -65,18 +64,32 @@ class HFModel:
         temperature: float | None = None,
         with_router_logits: bool = False,
         packs_rows: bool = False,
-        is_one_stage: bool = False,
     ) -> None:
         self.verification, self.temperature = verification, temperature
-        self.is_one_stage = is_one_stage or temperature is not None
         self.with_router_logits, self.packs_rows = with_router_logits, packs_rows
         self.shares_rows = False
         self._rows_at: Mapping[int, int] | None = None  # of the chunks, if they have rows of their own
         self._trained_parameters: list[Tensor] | None = None  # of the first step
 
-    def cut(self, call: Call, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
+    def cut(
+        self, call: Call, group: dist.ProcessGroup | None = None, spec: EngineSpec | None = None
+    ) -> tuple[Batch, EngineSpec]:
         verification = self.verification
         batch, starts = call.batch()
+        if spec is None:
+            batch, spec = self._cut_by_method(call, batch, starts, group)
+        if not verification.wrap_state.announced:
+            method = type(verification.wrap_state.method).__name__
+            cut = f"{method} in chunks of {spec.chunk_size:,} tokens"
+            if (layers := spec.layers_of_segments) is not None:
+                cut += f", segments of {layers:,} layer{'s' * (layers > 1)}"
+            announce(verification, lambda: f"{cut}; {_describe_kernels(call.model)}")
+        return batch, spec
+
+    def _cut_by_method(
+        self, call: Call, batch: Batch, starts: tuple[int, ...], group: dist.ProcessGroup | None
+    ) -> tuple[Batch, EngineSpec]:
+        verification = self.verification
         regular = verification.chunk_spec(batch.ids, starts)
         spec = move_edges_out_of_blocks(call.model, regular, batch) if batch.inputs else regular
         drops = regular.backward.drop_every is not None
@@ -92,12 +105,6 @@ class HFModel:
             spec = self.in_segments(call, batch, spec)
         if group is None and verification.sizes.has_attention:
             spec = with_attention_bytes(spec, verification.sizes, batch.rows, batch.seqlen)
-        if not verification.wrap_state.announced:
-            method = type(verification.wrap_state.method).__name__
-            cut = f"{method} in chunks of {spec.chunk_size:,} tokens"
-            if (layers := spec.layers_of_segments) is not None:
-                cut += f", segments of {layers:,} layer{'s' * (layers > 1)}"
-            announce(verification, lambda: f"{cut}; {_describe_kernels(call.model)}")
         return batch, spec
 
     def step(
@@ -163,7 +170,7 @@ class HFModel:
 
         It stays one with all that stages hand on beside hidden states, or that a later step continues."""
         kind, verification = call.kind, self.verification
-        is_one = self.is_one_stage or self.shares_rows or not verification.holding.is_plain
+        is_one = self.temperature is not None or self.shares_rows or not verification.holding.is_plain
         is_one = is_one or call.carried is not None or verification.padding_of(call) is not None
         if is_one or kind.routed or kind.language_layout or check.has_logit_penalty(call.model):
             return None
@@ -228,7 +235,7 @@ def chunk_losses(model: PreTrainedModel, ids: Tensor, spec: EngineSpec) -> list[
     """Return the summed loss of each chunk of ids (batch, seqlen), in the wrapped model's present mode."""
     with torch.no_grad():
         call = Call(model, {"input_ids": ids, "labels": ids})
-        return losses_of_chunks(HFModel(verify(call), is_one_stage=True), call, spec)
+        return losses_of_chunks(HFModel(verify(call)), call, spec)
 
 
 @torch.no_grad()
@@ -237,7 +244,7 @@ def last_logits(model: PreTrainedModel, ids: Tensor, tokens: int, spec: EngineSp
 
     The wrapped model runs in its present mode by chunks, of two tokens at least."""
     call = Call(model, {"input_ids": ids, "labels": ids})
-    hidden = last_hidden(HFModel(verify(call), is_one_stage=True), call, tokens, spec)
+    hidden = last_hidden(HFModel(verify(call)), call, tokens, spec)
     return logits_by_slices(model, hidden)
 
 

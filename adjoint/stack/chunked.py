@@ -76,8 +76,10 @@ class ChunkedStack(StackModules):
         on_host, storage = weights_type(self).copies_from_host, method.storage
         return default_chunk_size(self, input_ids, storage.recompute, storage.checkpoints, on_host)
 
-    def cut(self, call: StackCall, group: dist.ProcessGroup | None = None) -> tuple[Batch, EngineSpec]:
-        return call.batch, self.engine_spec(call.batch.ids, call.method, call.has_state, group)
+    def cut(
+        self, call: StackCall, group: dist.ProcessGroup | None = None, spec: EngineSpec | None = None
+    ) -> tuple[Batch, EngineSpec]:
+        return call.batch, spec or self.engine_spec(call.batch.ids, call.method, call.has_state, group)
 
     def engine_spec(
         self,

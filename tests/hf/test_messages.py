@@ -15,7 +15,9 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import adjoint
+from adjoint.engine.grid import EngineSpec
 from adjoint.errors import UserError
+from adjoint.hf.hf_model import chunk_losses
 
 # A model, small, whose mixers' functions transformers calls slow, trained twice and then used without labels.
 TRAINED = """
@@ -72,6 +74,13 @@ def test_mini_sequences_are_announced_once(caplog: pytest.LogCaptureFixture) -> 
         model(input_ids=ids, labels=ids).loss.backward()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "adjoint"]
     assert "runs by MiniSequence: MLPs (1) in 4 pieces, the head in 16; gradients compared on 13" in line
+
+
+def test_the_chunks_of_an_evaluation_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    model = adjoint.wrap(LlamaForCausalLM(LLAMA), adjoint.Exact(chunk_size=7))
+    assert len(chunk_losses(model, torch.arange(20)[None], EngineSpec(5))) == 4
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "adjoint"]
+    assert "runs by Exact in chunks of 5 tokens" in line
 
 
 def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
