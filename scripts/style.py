@@ -15,9 +15,9 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = ROOT / "scripts" / "style.json"
@@ -68,9 +68,14 @@ class Counts(NamedTuple):
         return [self.vague, self.openings, self.any]
 
 
-def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield every name that the tree binds, without attributes and imports, and its line."""
-    for node in ast.walk(tree):
+def parse(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text(), str(path))
+
+
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Yield every name that nodes of a tree bind, without attributes and imports, and its line."""
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id, node.lineno
         elif isinstance(node, ast.arg):
@@ -79,10 +84,10 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, node.lineno
 
 
-def first_words(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def first_words(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
     """Yield the first word of each docstring, in lower case, and the line of what it documents."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
             word = (re.match(r"\W*([\w-]*)", text) or [""])[1].lower()
             yield word, 1 if isinstance(node, ast.Module) else node.lineno
@@ -95,25 +100,26 @@ def is_vague(name: str) -> bool:
 
 def lines_to_mend(path: Path) -> list[str]:
     """Return the lines that each of `LIMITED` counts, with the words."""
-    tree = ast.parse(path.read_text())
-    names = [f"{line} ({name})" for name, line in bound_names(tree) if is_vague(name)]
-    openings = [f"{line} ({word})" for word, line in first_words(tree) if word in OPENINGS]
-    uses = [str(node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "Any"]
+    nodes = [*ast.walk(parse(path))]
+    names = [f"{line} ({name})" for name, line in bound_names(nodes) if is_vague(name)]
+    openings = [f"{line} ({word})" for word, line in first_words(nodes) if word in OPENINGS]
+    uses = [str(node.lineno) for node in nodes if isinstance(node, ast.Name) and node.id == "Any"]
     return [", ".join(lines) for lines in (names, openings, uses)]
 
 
-def count(path: Path, has_lines: bool = True) -> Counts:
+def count(path: Path, has_lines: bool = True, parse: Callable[[Path], ast.Module] = parse) -> Counts:
     """Count one file.
 
     Args:
         has_lines: whether lines of code and of comments are counted, which takes most of the time.
+        parse: returns a file's syntax tree.
     """
-    tree = ast.parse(path.read_text())
-    names = [name for name, _ in bound_names(tree)]
-    words = [word for word, _ in first_words(tree)]
+    nodes = [*ast.walk(parse(path))]
+    names = [name for name, _ in bound_names(nodes)]
+    words = [word for word, _ in first_words(nodes)]
     code, comments = set(), set()
     skipped = tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING
-    uses_of_any = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+    uses_of_any = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
     for token in tokenize.tokenize(io.BytesIO(path.read_bytes()).readline) if has_lines else ():
         if token.type == tokenize.COMMENT:
             comments.add(token.start[0])
@@ -130,10 +136,10 @@ def count(path: Path, has_lines: bool = True) -> Counts:
     )
 
 
-def counted(*folders: str, has_lines: bool = True) -> dict[str, Counts]:
-    """Map each Python file below these folders to its counts, as `count` has them."""
+def counted(*folders: str, **options: Any) -> dict[str, Counts]:
+    """Map each Python file below these folders to its counts, by `count` with these options."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): count(path, has_lines) for path in paths}
+    return {str(path.relative_to(ROOT)): count(path, **options) for path in paths}
 
 
 def exceeding(files: dict[str, Counts], allowed: dict[str, list[int]]) -> list[str]:

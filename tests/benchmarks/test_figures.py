@@ -30,6 +30,7 @@ def test_results_say_where_they_were_measured(figure: Figure) -> None:
             assert not copy.exists() or copy.read_bytes() == picture.read_bytes(), picture.name
 
 
+@pytest.mark.xdist_group("pages")  # one process makes all tables
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_show_the_stored_results(page: Path) -> None:
     assert written(page) == page.read_text(), "python -m benchmarks --write"

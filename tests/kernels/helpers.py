@@ -7,12 +7,14 @@ starts the former.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,11 +41,14 @@ BARE: Case = {
 
 
 def mend_interpreter() -> None:
-    """Work around two faults of Triton's interpreter.
+    """Work around three faults of Triton's interpreter.
 
     Triton 3.6 makes ints of arrays of one element, which NumPy 2.4 refuses. Triton 3.9 gives the result of a
     comparison of scalars the type of what was compared, and so refuses the mask `block & (scalar < stop)`.
+    All releases replace the whole language again at each call of a function in a kernel, and look up NumPy's
+    types in a table that they make each time: a third of the time.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -63,6 +68,19 @@ def mend_interpreter() -> None:
         return made
 
     InterpreterBuilder.create_splat = create_splat
+
+    patch_lang = interpreter._patch_lang
+
+    def patch_lang_once(function: Any) -> Any:
+        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return patch_lang(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_lang_once
+    numpy_type, compound = interpreter._get_np_dtype, (tl.pointer_type, tl.block_type)
+    of_numbers = functools.cache(numpy_type)
+    interpreter._get_np_dtype = lambda kind: (numpy_type if isinstance(kind, compound) else of_numbers)(kind)
 
 
 if INTERPRETED:

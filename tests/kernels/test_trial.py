@@ -156,7 +156,7 @@ def test_a_compiler_does_not_trace_the_choice():
     "operation", [pytest.param(o, marks=() if o == "rms_norm" else pytest.mark.slow) for o in OPERATIONS]
 )
 def test_triton_passes(operation, monkeypatch):
-    monkeypatch.setattr(trial, "SEQLEN", 67)
+    monkeypatch.setattr(trial, "SEQLEN", 19 if operation == "rms_norm" else 67)
     assert trial.passes(dispatch.load(operation, "triton"), operation, CPU, torch.float32)
 
 

@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,8 +148,13 @@ class WrapState:
 
 def where(depth: int = 3) -> str:
     """The last places of adjoint's code on the stack."""
-    found = [f for f in traceback.extract_stack() if "/adjoint/" in f.filename or "modeling_" in f.filename]
-    return " < ".join(f"{f.filename.rsplit('/', 2)[-1]}:{f.name}" for f in reversed(found[-depth:]))
+    frame, places = sys._getframe(1), list[str]()
+    while frame is not None and len(places) < depth:
+        code = frame.f_code
+        if "/adjoint/" in code.co_filename or "modeling_" in code.co_filename:
+            places.append(f"{code.co_filename.rsplit('/', 2)[-1]}:{code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places)
 
 
 def recorder(record: WrapState) -> Any:
