@@ -364,7 +364,9 @@ def meshes(name: str, thorough: bool) -> None:
         called: Any = model
         if kind.startswith("ddp"):
             is_static = "static" in kind
-            called = DistributedDataParallel(model, process_group=data and data.get_group(), static_graph=is_static)
+            called = DistributedDataParallel(
+                model, process_group=data and data.get_group(), static_graph=is_static
+            )
         else:
             called = fully_shard(model, mesh=data or dist.init_device_mesh("cpu", (4,)))
         with case.double():
