@@ -285,7 +285,9 @@ class StackModules(nn.Module):
     def _head_loss(self, y: Tensor, targets: Tensor, whole_tokens: bool, weights: Tensor | None) -> Tensor:
         self.refuse_changed_head()
         if [name for name, _ in self.norm_f.named_parameters()] != ["weight"]:
-            raise ValueError(f"norm_f must have a weight and no other parameter; got {self.norm_f}")
+            raise ValueError(
+                f"norm_f must have a weight and no other parameter; got {type(self.norm_f).__name__}"
+            )
         split = self.tensor_parallel
         if split is None:
             normalised = self.norm_f(y)

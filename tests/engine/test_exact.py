@@ -366,6 +366,10 @@ def other_norm(model: Stack) -> None:
     model.norm_f = nn.LayerNorm(12)
 
 
+def parametrized_norm(model: Stack) -> None:
+    nn.utils.parametrizations.weight_norm(model.norm_f)
+
+
 def dropout(model: Stack) -> None:
     mixer = model.layers[0].mixer
     mixer.out_proj = nn.Sequential(mixer.out_proj, nn.Dropout())
@@ -384,14 +388,16 @@ def tied_with_max_norm(model: Stack) -> None:
         (biased_head, "lm_head must be an nn.Linear without bias"),
         (hooked_head, "lm_head must be an nn.Linear without bias"),
         (other_norm, "norm_f must have a weight and no other"),
+        (parametrized_norm, "norm_f must have a weight and no other"),
         (dropout, "Dropout cannot be trained by chunks"),
     ],
 )
 def test_what_is_refused_of_a_stack(change: Callable[[Stack], Any], message: str) -> None:
     model, ids = make_model("mamba, MLP, untied"), make_ids(2, 20)
     change(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         model.double()(ids, labels=ids, method=Exact(chunk_size=8)).loss.backward()
+    assert "\n" not in str(raised.value)
 
 
 def test_no_chunk_looks_at_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +426,17 @@ def test_second_derivatives_are_refused() -> None:
         loss = model(ids, labels=ids, method=method).loss
         with pytest.raises(RuntimeError, match="is differentiable once"):
             torch.autograd.grad(loss, [model.norm_f.weight], create_graph=True)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_batched_cotangents_are_refused(hidden: bool) -> None:
+    model, ids = make_model("mamba"), make_ids(1, 20)
+    out = model(ids, labels=None if hidden else ids, method=Exact(8), return_hidden_states=hidden)
+    result = out.hidden_states if hidden else out.loss
+    cotangents, weight = torch.ones(2, *result.shape).to(result), model.layers[0].mixer.out_proj.weight
+    with pytest.raises(UserError, match="is_grads_batched=True does not work"):
+        torch.autograd.grad(result, [weight], cotangents, is_grads_batched=True, retain_graph=True)
+    assert torch.autograd.grad(result, [weight], cotangents[0])[0].any()
 
 
 # -------------------------------------------------------------------------------------------------- precision
