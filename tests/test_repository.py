@@ -85,7 +85,7 @@ def imports_of(path: Path, *, at_import: bool = False) -> list[tuple[int, str]]:
         for child in ast.iter_child_nodes(node):
             deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             typing_only = at_import and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-            if not (at_import and deferred or typing_only):
+            if not ((at_import and deferred) or typing_only):
                 yield child
                 yield from walk(child)
 

@@ -137,8 +137,8 @@ class Executor(TileValues):
         self._loss_dtype = torch.float32
         self.losses = ChunkLosses(grid.chunks)
         self.recomputed_losses = ChunkLosses(grid.chunks)  # the same of recomputed chunks, to be compared
-        # of one chunk's states in each segment, which has no loss: the last chunk that all segments recompute
-        self.norms, self.recomputed_norms = ChunkLosses(grid.stages), ChunkLosses(grid.stages)
+        # of each segment's output and state, which have no loss, in the last chunk that all recompute
+        self.norms, self.recomputed_norms = ChunkLosses(2 * grid.stages), ChunkLosses(2 * grid.stages)
         self.compared_chunk = max(0, grid.chunks - 2)
         self.late_states: dict[int, State] = {}  # of that chunk, by stage, until it has been pulled back
         self.increments = 0 if self.host or self.transport is not None else spec.storage.increments
@@ -271,7 +271,7 @@ class Executor(TileValues):
     def _check_recomputed_losses(self) -> None:
         """Raise ChunkChangedError if a recomputed chunk's loss is not the forward's."""
         recomputed, self.recomputed_losses = self.recomputed_losses, ChunkLosses(self.grid.chunks)
-        recomputed_norms, self.recomputed_norms = self.recomputed_norms, ChunkLosses(self.grid.stages)
+        recomputed_norms, self.recomputed_norms = self.recomputed_norms, ChunkLosses(2 * self.grid.stages)
         if type(self.total) is not Tensor:  # a fake tensor has no values to compare
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # nor can the host wait
@@ -280,9 +280,9 @@ class Executor(TileValues):
         # the loss of a sequence learnt by heart is mostly rounding itself
         floors = [MIN_LOSS_PER_TOKEN * self.batch.rows * self.grid.tokens(c) for c in chunks]
         self._compare(self.losses, recomputed, chunks, chunks, floors, "loss")
-        stages = sorted(recomputed_norms.written)
-        compared_chunks = [self.compared_chunk] * len(stages)
-        self._compare(self.norms, recomputed_norms, stages, compared_chunks, [0.0] * len(stages), "norm")
+        indices = sorted(recomputed_norms.written)
+        compared_chunks = [self.compared_chunk] * len(indices)
+        self._compare(self.norms, recomputed_norms, indices, compared_chunks, [0.0] * len(indices), "norm")
 
     def _compare(
         self,
@@ -361,16 +361,25 @@ class Executor(TileValues):
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
-            self._note_norm(self.norms, k, c, after)
+            self._note_output(self.norms, k, c, y)
+            self._note_state(self.norms, k, c, after)
         is_stored = self.grid.stores_inputs and self.transport is None and self.device.type == "cuda"
         if is_stored and c + 1 == self.grid.chunks:
             stage.end_forward()
 
-    def _note_norm(self, norms: ChunkLosses, k: int, c: int, after: State) -> None:
+    def _note_output(self, norms: ChunkLosses, k: int, c: int, y: Tensor | Increment) -> None:
+        """Note the norm of a segment's output, by which a recomputed one is compared."""
+        self._note_norm(norms, k, c, 2 * k, y.total if isinstance(y, Increment) else y)
+
+    def _note_state(self, norms: ChunkLosses, k: int, c: int, after: State) -> None:
         """Note the norm of the last layer's state in a segment, by which a recomputed one is compared."""
-        if self.grid.head_in_forward and c == self.compared_chunk and after:
-            out = norms.place(k, self.accumulate_dtype, after[-1].device)
-            torch.linalg.vector_norm(after[-1].detach(), dtype=self.accumulate_dtype, out=out)
+        self._note_norm(norms, k, c, 2 * k + 1, after[-1] if after else None)
+
+    def _note_norm(self, norms: ChunkLosses, k: int, c: int, index: int, values: Tensor | None) -> None:
+        is_compared = self.grid.head_in_forward and c == self.compared_chunk and k < self.grid.stages - 1
+        if is_compared and values is not None:
+            out = norms.place(index, self.accumulate_dtype, values.device)
+            torch.linalg.vector_norm(values.detach(), dtype=self.accumulate_dtype, out=out)
 
     def _run_forward(
         self, t: Tile, stage: Stage, x: Tensor, state: State, chunk: Batch
@@ -448,8 +457,10 @@ class Executor(TileValues):
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
+        if is_read or not stage.skips_output:
+            self._note_output(self.recomputed_norms, k, c, y)
         if is_read:
-            self._note_norm(self.recomputed_norms, k, c, after)
+            self._note_state(self.recomputed_norms, k, c, after)
         elif c == self.compared_chunk:  # it may be computed with the pullback
             self.late_states[k] = after
         if ("z", k, c) in self.grid.writes(t):
@@ -506,7 +517,7 @@ class Executor(TileValues):
         dx, d_before = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_after)
         del d_after
         if k in self.late_states:
-            self._note_norm(self.recomputed_norms, k, c, self.late_states.pop(k))
+            self._note_state(self.recomputed_norms, k, c, self.late_states.pop(k))
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)

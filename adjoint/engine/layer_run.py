@@ -136,6 +136,10 @@ class LayerRun(Stage):
     ) -> tuple[Tensor, State, Pullback]:
         return self._linearize(x, state, chunk, gradients, reads_output=False)
 
+    @property
+    def skips_output(self) -> bool:
+        return self.stages[-1].skips_output
+
     def _linearize(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients, *, reads_output: bool
     ) -> tuple[Tensor, State, Pullback]:

@@ -819,6 +819,10 @@ class Replayed(StageAround):
     ) -> tuple[Tensor, State, Pullback]:
         return self._linearize("linearize_again", x, state, chunk, gradients)
 
+    @property
+    def skips_output(self) -> bool:
+        return True
+
     def _linearize(
         self, mode: Mode, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:

@@ -179,6 +179,11 @@ class Stage(abc.ABC):
         The output may be anything of its shape, and the new state may be written by the pullback."""
         return self.linearize(x, state, chunk, gradients)
 
+    @property
+    def skips_output(self) -> bool:
+        """Whether the output of `linearize_again` may be another tensor than that of `linearize`."""
+        return False
+
     def end_forward(self) -> None:  # noqa: B027 - only some stages keep anything
         """Drop what can be made again: all layers' forwards come before this stage's backward."""
 
@@ -476,6 +481,10 @@ class Layer(Stage):
 
     def program_sources(self) -> list[Tensor]:
         return tensors_of(self.block)
+
+    @property
+    def skips_output(self) -> bool:
+        return self._last_product is not None
 
     @functools.cached_property
     def _last_product(self) -> nn.Module | None:

@@ -359,17 +359,17 @@ class Increment:
 
     Args:
         below: the stage's input, as it is stored. added: what the stage adds.
-        total: the output; it stays until it has been read once.
+        total: the output; None once it has been read.
     """
 
     def __init__(self, below: Tensor | Increment, added: Tensor, total: Tensor) -> None:
         self.below, self.added = below, added
-        self._total: Tensor | None = total
+        self.total: Tensor | None = total
         self.in_a_row: int = 1 + (below.in_a_row if isinstance(below, Increment) else 0)
 
     def read(self) -> Tensor:
         """Return the output."""
-        total, self._total = self._total, None
+        total, self.total = self.total, None
         return self._sum() if total is None else total
 
     def _sum(self) -> Tensor:

@@ -339,8 +339,12 @@ class Backbone(Stage):
     def linearize_again(
         self, x: Tensor, state: State, chunk: Batch, gradients: Gradients
     ) -> tuple[Tensor, State, Pullback]:
-        with unread(self.stage_parts.last_product if self.recompute == "none" else None):
+        with unread(self.stage_parts.last_product if self.skips_output else None):
             return self.linearize(x, state, chunk, gradients)
+
+    @property
+    def skips_output(self) -> bool:
+        return self.recompute == "none" and self.stage_parts.last_product is not None
 
     def run(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         output, state = self.run_backbone(x, state, chunk)

@@ -35,6 +35,7 @@ from adjoint.engine.chunk_size import (
 )
 from adjoint.engine.executor import Executor
 from adjoint.engine.layer_run import LayerRun
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.engine.stage import Layer
 from adjoint.engine.step import ChunkedStep
 from adjoint.engine.storage import Increment
@@ -611,6 +612,20 @@ def test_a_layer_s_last_product_is_computed_once_with_increments(monkeypatch: py
     assert products_of(picked(monkeypatch, 16, 1, 2)) == 6 * 4
     # of the two segments' four lower layers, but for one chunk whose tape the forward keeps
     assert products_of(picked(monkeypatch, 16, 3)) == 6 * 4 + 4 * 4 - 2
+
+
+@pytest.mark.parametrize("name", ["stack", LLAMA])
+def test_a_change_that_reaches_only_the_output_of_a_segment_is_noticed(name: str) -> None:
+    """No state has part in it, and no loss is computed again."""
+    model, factor = model_of(name), [1.0]
+    layer = model.model.layers[1] if model.is_stack else model.model.model.layers[1]
+    layer.mlp.register_forward_hook(lambda _, __, output: factor[0] * output)
+    ids = torch.randint(0, 17, (2, 30), generator=torch.Generator().manual_seed(0))
+    with model.double():
+        loss = model.call(Exact(8, segment_layers=1), model.inputs(ids, ids)).loss
+        factor[0] = 1.1
+        with pytest.raises(ChunkChangedError, match="tokens 16 to 23 had the norm"):
+            loss.backward()
 
 
 # ------------------------------------------------------------------------------------------- memory budgets
