@@ -16,6 +16,7 @@ from torch import Tensor
 from adjoint.engine.attention_outputs import AttentionOutputs
 from adjoint.engine.grid import EngineSpec
 from adjoint.engine.tile import Cotangents
+from adjoint.errors import UserError
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.layers import State
 
@@ -172,6 +173,7 @@ class Slab:
         stored_dim: the dimension of `memory` along which tokens are stored.
         tokens_before: number of tokens before token 0.
         graph_task: number of the backward of autograd that the cotangents belong to.
+        returned: an alias of the final values, where these are the memory itself, and its version then.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class Slab:
         self.shape.insert(self.stored_dim, self.initial_tokens + tokens)
         self.memory: Tensor | None = None
         self.cotangents: Tensor | None = None
+        self.returned: tuple[Tensor, int] | None = None
 
     @property
     def values(self) -> Tensor:
@@ -276,7 +279,16 @@ class Slab:
     def begin_backward(self, d_final: Tensor | None) -> None:
         """Add the cotangents of the final tensor to those that slabs after this one have added.
 
-        None stands for zeros, and so does a tensor without tokens: it was not asked for."""
+        None stands for zeros, and so does a tensor without tokens: it was not asked for.
+
+        Raises:
+            UserError: the final values, which this backward reads, were modified in place.
+        """
+        if self.returned is not None and self.returned[0]._version != self.returned[1]:
+            raise UserError(
+                "keys and values of a returned state were modified in place before the backward of the call "
+                "that has returned them, which reads them: modify copies (clone)"
+            )
         if d_final is None or not d_final.shape[self.dim]:
             self._begin_cotangents()
         elif self.cotangents is None and self.prefix is None:
@@ -348,7 +360,10 @@ class Slab:
 
     def final_values(self) -> Tensor:
         """Return the tensor after the sequence, all tokens before it included, in the dtype of `initial`."""
-        return self.read(-self.tokens_before, self.tokens).to(self.initial.dtype)
+        final = self.read(-self.tokens_before, self.tokens).to(self.initial.dtype)
+        if final.untyped_storage()._cdata == self.values.untyped_storage()._cdata:
+            self.returned = final.detach(), final._version
+        return final
 
 
 class Increment:

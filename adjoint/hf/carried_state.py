@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, SupportsIndex
+from typing import ClassVar, Self, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from adjoint.hf.verify.trial_copy import TRIAL_CHUNK_SIZE, example_tokens, in_ev
 from adjoint.layers import State
 
 INDEXER_KEYS = ("indexer", "block_index")  # names of slots that only picking keys reads
+CacheT = TypeVar("CacheT")
 _PARTS = ("layers", "linear_cache", "rnn_state", "seqlen_offset")  # attributes of caches that hold states
 
 
@@ -231,8 +233,8 @@ def cache_of_state(
             layer.indexer_position_ids = positions.expand(3, len(value), tokens)
         elif slot.name == "block_index":
             layer.update_index(value)
-    if isinstance(cache, DynamicCache) and any(tensor.requires_grad for tensor in state):
-        cache.__class__ = _differentiable_class(type(cache))
+    if any(tensor.requires_grad for tensor in state) or hasattr(cache, "linear_cache"):
+        make_differentiable(cache)
     for slot, value in trained.items():  # transformers' methods copy values into tensors of their own
         if slot.grows is None:
             getattr(cache.layers[slot.layer], f"{slot.name}_states")[slot.index] = value
@@ -279,12 +281,12 @@ def _list_states(cache: object, values: Mapping[Slot, Tensor], dtype: torch.dtyp
 def fill_cache(cache: object, filled: object) -> None:
     """Put what another cache of the same kind holds into a cache that a call was given."""
     vars(cache).update({name: value for name, value in vars(filled).items() if name in _PARTS})
-    if isinstance(filled, DifferentiableCache) and type(cache) is filled.values_class:
+    if isinstance(filled, CarriesGradients) and type(cache) is filled.values_class:
         cache.__class__ = type(filled)
 
 
-class DifferentiableCache(DynamicCache):
-    """A cache of transformers whose tensors carry gradients to the call that has made it.
+class CarriesGradients:
+    """Mixin of caches whose tensors may carry gradients to the call that has made them.
 
     A deep copy carries them, too. What is pickled is transformers' own class, without gradients.
 
@@ -292,7 +294,30 @@ class DifferentiableCache(DynamicCache):
         values_class: transformers' own class.
     """
 
-    values_class: ClassVar[type[DynamicCache]] = DynamicCache
+    values_class: ClassVar[type]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        for tensor in _tensors(self):
+            if tensor.grad_fn is not None:  # deepcopy takes leaves alone
+                memo[id(tensor)] = tensor.clone()
+        twin = self.__copy__()
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __copy__(self) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(vars(self))
+        return twin
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[object, ...]:
+        return copy.copy, (_replaced(self, Tensor.detach),)
+
+
+class DifferentiableCache(CarriesGradients, DynamicCache):
+    """A `DynamicCache` whose tensors may carry gradients."""
+
+    values_class: ClassVar[type] = DynamicCache
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: object
@@ -307,39 +332,53 @@ class DifferentiableCache(DynamicCache):
         stored: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
         return stored
 
-    def __deepcopy__(self, memo: dict[int, object]) -> DifferentiableCache:
-        for tensor in _tensors(self):
-            if tensor.grad_fn is not None:  # deepcopy takes leaves alone
-                memo[id(tensor)] = tensor.clone()
-        twin = self.__copy__()
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(vars(self), memo))
-        return twin
 
-    def __copy__(self) -> DifferentiableCache:
-        twin = type(self).__new__(type(self))
-        twin.__dict__.update(vars(self))
-        return twin
+class ListedStatesCache(DifferentiableCache):
+    """A MiniMax cache that counts its tokens and moves its rows with all of their states.
 
-    def __reduce_ex__(self, _: SupportsIndex) -> tuple[object, ...]:
-        return copy.copy, (detached(self),)
+    transformers' own asks the first layer, which has no keys, for the number of tokens, so that a token after
+    the cache attends to padding; and a beam search moves keys and values alone."""
+
+    linear_cache: list[Tensor | list[Tensor]]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens of a layer with keys."""
+        return super().get_seq_length(self._layer_with_keys(layer_idx))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return number and offset of the keys that a mask is for."""
+        return super().get_mask_sizes(query_length, self._layer_with_keys(layer_idx))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take other rows."""
+        super().reorder_cache(beam_idx)
+        moved = [s[beam_idx.to(s.device)] if isinstance(s, Tensor) else s for s in self.linear_cache]
+        self.linear_cache = moved
+
+    def _layer_with_keys(self, layer_idx: int) -> int:
+        return next((k for k, layer in enumerate(self.layers) if layer.get_seq_length()), layer_idx)
 
 
 _differentiable_classes: dict[type, type] = {DynamicCache: DifferentiableCache}
 
 
-def _differentiable_class(kind: type) -> type:
-    """Return the subclass of a cache class whose tensors carry gradients."""
+def make_differentiable(cache: object) -> None:
+    """Make a cache of transformers one of the subclass whose tensors carry gradients, in place."""
+    kind, lists_states = type(cache), hasattr(cache, "linear_cache")
+    if isinstance(cache, CarriesGradients):
+        return
     if kind not in _differentiable_classes:
-        bases, attributes = (DifferentiableCache, kind), {"values_class": kind}
-        _differentiable_classes[kind] = type(f"Differentiable{kind.__name__}", bases, attributes)
-    return _differentiable_classes[kind]
+        dynamic = ListedStatesCache if lists_states else DifferentiableCache
+        bases = (dynamic if isinstance(cache, DynamicCache) else CarriesGradients, kind)
+        _differentiable_classes[kind] = type(f"Differentiable{kind.__name__}", bases, {"values_class": kind})
+    cache.__class__ = _differentiable_classes[kind]
 
 
-def _tensors(cache: Cache) -> Iterator[Tensor]:
+def _tensors(cache: object) -> Iterator[Tensor]:
     """Iterate over a cache's tensors."""
     yield from (state for state in getattr(cache, "linear_cache", ()) if isinstance(state, Tensor))
-    for layer in cache.layers:
+    yield from itertools.chain(*getattr(cache, "rnn_state", {}).values())
+    for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
             yield from (
                 t for t in (value.values() if isinstance(value, dict) else (value,)) if isinstance(t, Tensor)
@@ -348,7 +387,8 @@ def _tensors(cache: Cache) -> Iterator[Tensor]:
 
 def detached(cache: object) -> object:
     """Return a cache that shares a cache's tensors, without their gradients; anything else as it is."""
-    if not isinstance(cache, Cache) or not any(t.requires_grad for t in _tensors(cache)):
+    is_cache = isinstance(cache, Cache) or _lists_states(cache)
+    if not is_cache or not any(t.requires_grad for t in _tensors(cache)):
         return cache
     return _replaced(cache, Tensor.detach)
 
@@ -358,11 +398,11 @@ def refusing_gradients(cache: Cache, anchor: Tensor, message: str) -> Cache:
     return _replaced(cache, lambda t: refusing_gradient(t, anchor, message) if t.is_floating_point() else t)
 
 
-def _replaced(cache: Cache, replace: Callable[[Tensor], Tensor]) -> Cache:
+def _replaced(cache: CacheT, replace: Callable[[Tensor], Tensor]) -> CacheT:
     """Return a cache with other tensors in the place of a cache's own."""
     memo: dict[int, object] = {id(t): replace(t) for t in _tensors(cache)}
-    kind: type[Cache] = cache.values_class if isinstance(cache, DifferentiableCache) else type(cache)
-    twin = object.__new__(kind)
+    kind: type = cache.values_class if isinstance(cache, CarriesGradients) else type(cache)
+    twin: CacheT = object.__new__(kind)
     parts = {name: value for name, value in vars(cache).items() if name in _PARTS}
     twin.__dict__.update({**vars(cache), **copy.deepcopy(parts, memo)})
     return twin

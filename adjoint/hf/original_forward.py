@@ -12,6 +12,7 @@ after a cache, as in generation, needs no trial."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from adjoint.fla.functions import is_of_fla
 from adjoint.hf.call import Call
+from adjoint.hf.carried_state import make_differentiable
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import current_weights, forward_parameters, original_class
 from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
@@ -100,13 +102,19 @@ def run_original(call: Call, difference: str | None = None, needs: CallNeeds | N
             f"{difference}",
             stacklevel=5,
         )
-    return call.run_original(**_corrections(call))
+    output = call.run_original(**_corrections(call))
+    for value in output.values() if isinstance(output, Mapping) else output:
+        if hasattr(value, "linear_cache"):  # MiniMax's
+            make_differentiable(value)
+    return output
 
 
 def _corrections(call: Call) -> dict[str, Tensor]:
     """Return arguments without which the original forward misreads a cache."""
     if call.cache is None:
         return {}
+    if hasattr(call.cache, "linear_cache"):
+        make_differentiable(call.cache)
     changed: dict[str, Tensor] = {}
     if (positions := _positions_after(call)) is not None:
         changed[POSITIONS] = positions

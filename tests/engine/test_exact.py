@@ -135,6 +135,25 @@ def test_two_calls_with_the_state_passed_equal_one(variant: str, cut: int) -> No
         assert_same(current_gradients(model), expected)
 
 
+@pytest.mark.parametrize("chunk_size", [8, 32])
+def test_a_returned_state_is_no_way_into_the_backward(chunk_size: int) -> None:
+    """Recurrent states are copies. The backward reads keys and values, and tells if they were modified."""
+    model, ids = make_model("hybrid"), make_ids(2, 30)
+    _, expected = gradients(model, ids, ids, Exact(chunk_size))
+    for k, block in enumerate(model.blocks()):
+        model.zero_grad()
+        out = model(ids, labels=ids, method=Exact(chunk_size), return_state=True)
+        with torch.no_grad():
+            for tensor in out.state[k]:
+                tensor.mul_(3)
+        if any(dim is not None for dim in block.mixer.grows):
+            with pytest.raises(UserError, match="were modified in place"):
+                out.loss.backward()
+        else:
+            out.loss.backward()
+            assert_same(current_gradients(model), expected)
+
+
 # -------------------------------------------------------------------------------------- like any other module
 
 

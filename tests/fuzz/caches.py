@@ -57,8 +57,6 @@ def branch(call: Case, past: Past) -> Past:
         rows = torch.arange(len(ids)).repeat_interleave(2) if doubled else torch.arange(len(ids)).flip(0)
         if doubled and all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
             cache.batch_repeat_interleave(2)
-        elif hasattr(cache, "linear_cache"):  # MiniMax's, whose reorder_cache leaves states where they are
-            cache.batch_select_indices(rows)
         else:
             cache.reorder_cache(rows)
         ids = ids[rows]

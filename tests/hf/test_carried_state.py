@@ -40,7 +40,7 @@ from adjoint.hf.transformers_api import cache_argument  # noqa: E402
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("double")]
 
 BAMBA, MAMBA, LLAMA, MISTRAL = (f"{n}ForCausalLM" for n in ("Bamba", "Mamba2", "Llama", "Mistral"))
-QWEN = "Qwen3_5ForCausalLM"
+QWEN, MINIMAX = "Qwen3_5ForCausalLM", "MiniMaxForCausalLM"
 SEGMENT = 7
 MODELS = ["MambaForCausalLM", MAMBA, BAMBA, QWEN, "Qwen3NextForCausalLM", LLAMA]
 CUTS = (0, 9, 14, 25)  # of three calls
@@ -338,7 +338,7 @@ CROPPED: list[dict[str, Any]] = [{"tokens": 13}, {"tokens": 9, "after": 0, "crop
 @pytest.mark.parametrize("only_last", [False, True], ids=["all losses", "last loss"])
 @pytest.mark.parametrize(
     ("name", "calls"),
-    [*((n, TREE) for n in MODELS), (LLAMA, [{"tokens": 13}, {"tokens": 9, "after": 0, "crop": 2}])],
+    [*((n, TREE) for n in (*MODELS, MINIMAX)), (LLAMA, CROPPED), ("xLSTMForCausalLM", TREE[:3])],
 )
 def test_three_calls_and_two_branches(name: str, calls: list[dict[str, Any]], only_last: bool) -> None:
     """Cases of the fuzzer: three calls, from whose last cache two branches go on, one with the rows doubled;
@@ -422,6 +422,33 @@ def test_a_cache_without_a_way_back_is_a_value(reason: str) -> None:
         loss.backward()
         results.append((loss.detach(), current_gradients(wrapped)))
     assert_exact(*reversed(results))
+
+
+def test_a_cache_changed_without_gradients_is_pickled() -> None:
+    cache = wrapped_copy(make(LLAMA))(input_ids=tokens(9), labels=tokens(9), use_cache=True).past_key_values
+    with torch.no_grad():
+        cache.reorder_cache(torch.tensor([1, 0]))
+    loaded = pickle.loads(pickle.dumps(cache))
+    assert type(loaded) is transformers.DynamicCache
+    assert torch.equal(loaded.layers[1].keys, cache.layers[1].keys)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_states_that_the_cache_lists(beams: int) -> None:
+    """Unwrapped, MiniMax reads padding of the prompt, and leaves states where beams change places."""
+    model, ids = make(MINIMAX).eval(), tokens(11)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 7, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
+    options |= {"eos_token_id": None, "return_dict_in_generate": True, "output_scores": True}
+    got = wrapped_copy(model).generate(ids, attention_mask=mask, **options)
+    for row, first in ((0, 4), (1, 0)):
+        expected = model.generate(ids[row : row + 1, first:], use_cache=False, **options)
+        assert torch.equal(got.sequences[row, first:], expected.sequences[0])
+        scores = torch.stack(got.scores)[:, row], torch.stack(expected.scores)[:, 0]
+        if beams > 1:
+            scores = got.sequences_scores[row], expected.sequences_scores[0]
+        torch.testing.assert_close(*scores)
 
 
 def test_calls_are_freed_as_the_backward_goes(monkeypatch: pytest.MonkeyPatch) -> None:
