@@ -332,6 +332,17 @@ class DifferentiableCache(CarriesGradients, DynamicCache):
         stored: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
         return stored
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row, with the states of recurrent layers, which transformers' layers leave or lack."""
+        self.reorder_cache(self._row_numbers().repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows alone, in this order."""
+        self.reorder_cache(self._row_numbers()[indices.cpu()])
+
+    def _row_numbers(self) -> Tensor:
+        return torch.arange(next((len(t) for t in _tensors(self) if t.dim() > 1), 0))
+
 
 class ListedStatesCache(DifferentiableCache):
     """A MiniMax cache that counts its tokens and moves its rows with all of their states.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import adjoint
+from adjoint.hf.carried_state import DifferentiableCache
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.transformers_api import cache_argument
 from adjoint.methods import RECOMPUTE
@@ -34,7 +35,7 @@ def draw(rng: random.Random) -> Case:
         parents = [k for k in range(number) if "padded" not in calls[k]]
         if number and parents:
             call["after"] = rng.choice(parents)
-            call |= some(rng, 0.25, {"rows": lambda: rng.choice(("reorder", "repeat"))})
+            call |= some(rng, 0.25, {"rows": lambda: rng.choice(("reorder", "repeat", "select"))})
             call |= some(rng, 0.1, {"crop": lambda: rng.randint(1, 3)})
         call |= some(rng, 0.2, {"padded": lambda n=call["tokens"]: rng.randint(1, n - 1), "hidden": True})
         call |= some(rng, 0.2, {"positions": True})
@@ -53,12 +54,14 @@ def branch(call: Case, past: Past) -> Past:
     except RuntimeError as error:
         raise Vacuous(f"transformers' own cache: {error}") from error
     if "rows" in call:
-        doubled = call["rows"] == "repeat"
-        rows = torch.arange(len(ids)).repeat_interleave(2) if doubled else torch.arange(len(ids)).flip(0)
-        if doubled and all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+        kind, rows = call["rows"], torch.arange(len(ids))
+        rows = rows.repeat_interleave(2) if kind == "repeat" else rows.flip(0)
+        if kind == "reorder" or not isinstance(cache, DifferentiableCache):
+            cache.reorder_cache(rows)
+        elif kind == "repeat":
             cache.batch_repeat_interleave(2)
         else:
-            cache.reorder_cache(rows)
+            cache.batch_select_indices(rows)
         ids = ids[rows]
     if "crop" in call:
         if not 0 < call["crop"] < ids.shape[1]:

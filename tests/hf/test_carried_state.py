@@ -330,7 +330,7 @@ def shifted(ids: Tensor) -> Tensor:
 
 
 TREE: list[dict[str, Any]] = [{"tokens": 9}, {"tokens": 5, "after": 0}, {"tokens": 11, "after": 1}]
-TREE += [{"tokens": 7, "after": 2, "rows": "repeat"}, {"tokens": 6, "after": 2}]
+TREE += [{"tokens": 7, "after": 2, "rows": "repeat"}, {"tokens": 6, "after": 2, "rows": "select"}]
 CROPPED: list[dict[str, Any]] = [{"tokens": 13}, {"tokens": 9, "after": 0, "crop": 2}]
 
 
@@ -341,8 +341,8 @@ CROPPED: list[dict[str, Any]] = [{"tokens": 13}, {"tokens": 9, "after": 0, "crop
     [*((n, TREE) for n in (*MODELS, MINIMAX)), (LLAMA, CROPPED), ("xLSTMForCausalLM", TREE[:3])],
 )
 def test_three_calls_and_two_branches(name: str, calls: list[dict[str, Any]], only_last: bool) -> None:
-    """Cases of the fuzzer: three calls, from whose last cache two branches go on, one with the rows doubled;
-    and a cache that is cropped."""
+    """Cases of the fuzzer: three calls, from whose last cache two branches go on, with rows doubled and
+    exchanged; and a cache that is cropped."""
     case = {"seed": 3, "model": name, "calls": calls, "method": {"chunk_size": 4}}
     caches.check(case | ({"only_last": True} if only_last else {}))
 
