@@ -7,7 +7,7 @@ chunks."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from adjoint.kernels.unread import unread_linear, unread_result
 
 
 class CastWeights:
-    """A cache of a module's `nn.Linear` weights, cast to autocast's dtype.
+    """A cache of the weights of `nn.Linear` modules, cast to autocast's dtype.
 
     Args:
         enabled: False for weights that are not gathered yet when they would be cast, under `fully_shard`.
@@ -35,15 +35,15 @@ class CastWeights:
         self.enabled = enabled
         self.casts: dict[Tensor, tuple[int, Tensor]] = {}
 
-    def cast_weights(self, module: nn.Module, device: torch.device) -> dict[Tensor, Tensor]:
+    def cast_weights(self, modules: Iterable[nn.Module], device: torch.device) -> dict[Tensor, Tensor]:
         """Map each weight to its cast, made again if the weight was written to; empty without autocast."""
         dtype = dispatch.autocast_dtype(device)
         if dtype is None or not self.enabled:
             return {}
         outdated = list[Tensor]()
-        for submodule in module.modules():
-            if isinstance(submodule, nn.Linear) and submodule.weight.dtype == torch.float32:
-                weight = submodule.weight
+        for module in modules:
+            if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32:
+                weight = module.weight
                 version, cast = self.casts.get(weight, (-1, None))
                 if version != weight._version or cast is None or cast.dtype != dtype:
                     outdated.append(weight)

@@ -369,12 +369,19 @@ class Layer(Stage):
     def adds_to_input(self) -> bool:
         return isinstance(self.block, Block) and self.block.adds_mixer_alone
 
+    def _cast_weights(self, device: torch.device) -> dict[Tensor, Tensor]:
+        modules: Iterable[nn.Module] = self.block.modules()
+        if isinstance(self.block, Block) and _class_of(self.block.mixer) not in MIXERS.values():
+            users = {*self.block.mixer.modules()}  # who may switch autocast off, or read a weight's dtype
+            modules = (module for module in modules if module not in users)
+        return self.casts.cast_weights(modules, device)
+
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
-        return self._run(x, state, chunk, self.casts.cast_weights(self.block, x.device))
+        return self._run(x, state, chunk, self._cast_weights(x.device))
 
     def forward_increment(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         assert isinstance(self.block, Block)
-        casts = self.casts.cast_weights(self.block, x.device)
+        casts = self._cast_weights(x.device)
         return self._run(x, state, chunk, casts, block=self.block.mixed)
 
     def _run(
@@ -421,10 +428,7 @@ class Layer(Stage):
         gradients: Gradients,
         block: BlockCall | None = None,
     ) -> tuple[Tensor, State, Tape]:
-        trained, casts = (
-            [p for p in self._parameters if p.requires_grad],
-            self.casts.cast_weights(self.block, x.device),
-        )
+        trained, casts = [p for p in self._parameters if p.requires_grad], self._cast_weights(x.device)
 
         def call(leaves: list[Tensor], x: Tensor, state: State) -> tuple[Tensor, State]:
             weights = dict(zip(trained, leaves, strict=True))
@@ -476,7 +480,7 @@ class Layer(Stage):
 
     def program_tensors(self) -> list[Tensor]:
         tensors = tensors_of(self.block)
-        casts = self.casts.cast_weights(self.block, tensors[0].device)
+        casts = self._cast_weights(tensors[0].device)
         return [casts.get(t, t) for t in tensors]
 
     def program_sources(self) -> list[Tensor]:

@@ -94,3 +94,21 @@ def test_a_frozen_weight_that_changes_is_an_error() -> None:
         mixer.decay += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class InFloat32(Leaky):
+    """Multiplied without autocast, in the dtype of the weight."""
+
+    def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.to(self.linear.weight.dtype), state)
+
+
+def test_a_layer_may_switch_autocast_off() -> None:
+    model = stack(InFloat32).float()
+    linear, seen = model.layers[0].mixer.linear, set[torch.dtype]()
+    linear.register_forward_hook(lambda module, _, output: seen.update((module.weight.dtype, output.dtype)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(model, Backprop())
+        assert_same(gradients(model, Exact(8)), expected, 2e-2)
+    assert seen == {torch.float32}
