@@ -58,10 +58,14 @@ class AttentionOutputs:
             buffer.copy_(t)
 
     def get(self, keys: Hashable, start: int, tokens: int) -> tuple[Tensor, Tensor] | None:
-        """Return what `put` has kept for a chunk, in these shapes, or None."""
+        """Return what `put` has kept for a chunk, in these shapes, or None.
+
+        The output lies in memory as attention's own does, token by token: of other strides a linear map with a
+        bias would round otherwise than in the forward."""
         if self.is_open or not self._is_only.get((keys, start)) or start < self._buffers[keys][0]:
             return None
-        return self._read(keys, start, tokens)
+        out, log = self._read(keys, start, tokens)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), log
 
     def _read(self, keys: Hashable, start: int, tokens: int) -> tuple[Tensor, Tensor]:
         first, *buffers = self._buffers[keys]
