@@ -44,7 +44,7 @@ def from_pretrained(folder: Place, layout: str | None = None) -> tuple[StackConf
         raise UserError(
             f"{folder}: neither a model (it has no config.json) nor a run; name the folder of one"
         )
-    config_json = _read_json(folder / "config.json")
+    config_json = read_json(folder / "config.json")
     format_name, model_type = format_of(config_json), config_json.get("model_type")
     _check_layout(folder, f"a model of transformers, of type {model_type!r}", format_name, layout)
     try:
@@ -149,14 +149,20 @@ def _read_weights(folder: Path) -> Weights:
     for name in ("model.safetensors", "pytorch_model.bin"):
         files, index = [folder / name], folder / f"{name}.index.json"
         if index.is_file() and not files[0].is_file():
-            files = [folder / shard for shard in sorted(set(_read_json(index)["weight_map"].values()))]
+            files = [folder / shard for shard in sorted(set(read_json(index)["weight_map"].values()))]
         elif not files[0].is_file():
             continue
         return {key: tensor for file in files for key, tensor in read_tensors(file).items()}
     raise UserError(f"{folder}: has neither model.safetensors nor pytorch_model.bin; download all its files")
 
 
-def _read_json(file: Path) -> Values:
+def read_json(file: Path) -> Values:
+    """Return the keys and values of a JSON file of a model.
+
+    Raises:
+        UserError: it holds something else.
+    """
+
     def decode_special(value: Values) -> Any:  # transformers 5 writes {"__float__": "Infinity"}
         return float(value["__float__"]) if set(value) == {"__float__"} else value
 

@@ -106,9 +106,9 @@ class InFloat32(Leaky):
 
 def test_a_layer_may_switch_autocast_off() -> None:
     model = stack(InFloat32).float()
-    linear, seen = model.layers[0].mixer.linear, set[torch.dtype]()
-    linear.register_forward_hook(lambda module, _, output: seen.update((module.weight.dtype, output.dtype)))
+    linear, dtypes = model.layers[0].mixer.linear, set[torch.dtype]()
+    linear.register_forward_hook(lambda module, _, output: dtypes.update((module.weight.dtype, output.dtype)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = gradients(model, Backprop())
         assert_same(gradients(model, Exact(8)), expected, 2e-2)
-    assert seen == {torch.float32}
+    assert dtypes == {torch.float32}

@@ -235,6 +235,40 @@ def test_sweep_of_a_pretrained_folder(
     assert "the same as --model" in capsys.readouterr().err
 
 
+def test_sweep_of_a_wrapped_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sweep a folder, and a run of it: keys and values are dropped with the states, the head is exact."""
+    pytest.importorskip("transformers")
+    from tests.hf.hf_models import make
+
+    folder = tmp_path / "model"
+    make("BambaForCausalLM", torch.float32, vocab_size=256).save_pretrained(folder)
+    options: dict[str, Any] = {"data.batch": 2, "batches": 1, "training.precision": "float64"}
+    assert sweep(tmp_path, model=folder, **options | {"windows": "4,8,full"}) == 0
+    rows = by_key(results(tmp_path))
+    assert list(rows) == [("backprop", None), ("truncated", 4), ("truncated", 8), ("truncated", None)]
+    assert rows["truncated", None]["relative_error"] < 1e-6
+    assert 1e-3 < rows["truncated", 8]["relative_error"] < rows["truncated", 4]["relative_error"] < 1
+    kinds, layers = rows["truncated", 4]["kind"], rows["truncated", 4]["layer"]
+    assert kinds["mamba.A_log"]["relative_error"] > 0.01 > 1e-6 > kinds["lm_head"]["relative_error"]
+    assert {"layers.0", "layers.1", "embed_tokens", "lm_head"} <= layers.keys()
+    assert (tmp_path / "out" / "sweep.png").is_file()
+
+    words = f"train --model.from_pretrained {folder} --data.path {tmp_path}/text.txt --run.dir {tmp_path}/run"
+    words += f" --data.seqlen 32 --training.steps 1 --training.threads 1 --data.cache_dir {tmp_path}/cache"
+    assert run(words.split()) == 0
+    assert sweep(tmp_path, out="run's", model=tmp_path / "run", windows="full", **options) == 0
+    assert by_key(results(tmp_path, "run's"))["truncated", None]["relative_error"] < 1e-6
+    capsys.readouterr()
+    for flags, message in [
+        ({"windows": "1"}, "--windows 1: a wrapped model's chunks have two tokens at least"),
+        ({"windows": "auto"}, "--windows auto: a wrapped model takes Truncated(window) with a window in"),
+        ({"methods": "layer-local"}, "--methods layer-local, --windows 4: a wrapped model takes Exact()"),
+    ]:
+        assert sweep(tmp_path, out="refused", model=folder, **{"windows": "4", **flags}) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert message in line
+
+
 def test_a_sweep_goes_on_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,19 +12,22 @@ import dataclasses
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
+from adjoint.checkpoint import read_trainer
 from adjoint.data.batches import open_data
 from adjoint.data.progress import Waiting, has_bar
 from adjoint.data.tokenizer import check_bytes, tokenizer_in
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
-from adjoint.formats.folders import checkpoint_config
+from adjoint.formats import FORMATS, format_of
+from adjoint.formats.folders import checkpoint_config, read_json
 from adjoint.layers import StackConfig
 from adjoint.methods import (
     METHODS,
@@ -45,6 +48,7 @@ from adjoint.tools.sweep.report import window_text
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
+from adjoint.train.language_model import PretrainedLM
 from adjoint.train.machine import environment, pick_device, set_up
 from adjoint.train.rundir import find_checkpoint
 
@@ -93,22 +97,11 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     # "auto" is bfloat16 on GPUs, whose rounding would hide what is measured here
     precision = "float32" if training.precision == "auto" else training.precision
     set_up(training, device)
-    shape: StackConfig = config.model
-    folder, weights, pretrained = None, "fresh", None
-    if request.model is not None and not _is_pretrained(request.model):
-        folder = find_checkpoint(request.model, "--model")
-        shape = checkpoint_config(folder)
-        weights = hashlib.sha256((folder / "MANIFEST.json").read_bytes()).hexdigest()
-    elif request.model is not None:
-        folder = Path(request.model)
-        pretrained = Stack.from_pretrained(folder)
-        shape, weights = pretrained.config, _files(folder)
-        if request.data == "config" and config.data.tokenizer is None:
-            check_bytes(str(folder), shape.vocab_size)
-    batches, text, fingerprint = _batches(request, config, shape)
+    source = (_wrapped if request.is_wrapped else _stack)(request, config, device, precision)
+    batches, text, fingerprint = _batches(request, config, source.vocab_size)
     settings = {
-        "model": dataclasses.asdict(shape),
-        "weights": weights,
+        "model": source.settings,
+        "weights": source.weights,
         "data": fingerprint,
         "seqlen": config.data.seqlen,
         "batch": config.data.batch,
@@ -119,23 +112,110 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-    dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
-    model = (pretrained or Stack(shape)).to(device, dtype)
-    if folder is not None and pretrained is None:
-        load_checkpoint(folder, model, verify=False)
+    model = source.load()
     baseline = request.baseline
     if baseline == "auto":
         fits = compare.backprop_fits(model, batches[0].to(device))
         baseline = Backprop.name if fits else Exact.name
     result = {
         "settings": plain(settings),
-        "model": str(folder) if folder else "fresh",
-        "parameters": model.num_parameters(),
+        "model": source.name,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "data": text,
         "environment": environment(device),
         "config": config.to_dict(),
     }
     return Comparison(model, batches, baseline, request.chunk_size, precision, request.tolerance), result
+
+
+class _Source(NamedTuple):
+    """The model of a sweep, before its weights are read.
+
+    Attributes:
+        name: of its folder, or "fresh".
+        settings: of its sizes, for the journal.
+        weights: a mark that changes with them.
+        load: returns the model on its device.
+    """
+
+    name: str
+    settings: Mapping[str, object]
+    weights: str
+    vocab_size: int
+    load: Callable[[], nn.Module]
+
+
+def _stack(request: Namespace, config: Config, device: torch.device, precision: str) -> _Source:
+    """Return a `Stack`: with fresh weights, those of a run, or those of a folder that holds one."""
+    dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
+    shape: StackConfig = config.model
+    if request.model is None:
+        return _Source(
+            "fresh",
+            dataclasses.asdict(shape),
+            "fresh",
+            shape.vocab_size,
+            lambda: Stack(shape).to(device, dtype),
+        )
+    if _is_pretrained(request.model):
+        folder = Path(request.model)
+        pretrained = Stack.from_pretrained(folder)
+        shape, weights = pretrained.config, _files(folder)
+        _check_tokenizer(request, config, str(folder), shape.vocab_size)
+        return _Source(
+            str(folder),
+            dataclasses.asdict(shape),
+            weights,
+            shape.vocab_size,
+            lambda: pretrained.to(device, dtype),
+        )
+    checkpoint = find_checkpoint(request.model, "--model")
+    shape = checkpoint_config(checkpoint)
+
+    def load() -> nn.Module:
+        model = Stack(shape).to(device, dtype)
+        load_checkpoint(checkpoint, model, verify=False)
+        return model
+
+    weights = hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
+    return _Source(str(checkpoint), dataclasses.asdict(shape), weights, shape.vocab_size, load)
+
+
+def _wrapped(request: Namespace, config: Config, device: torch.device, precision: str) -> _Source:
+    """Return a wrapped model: of a configuration, of a run, or of a folder of transformers."""
+    from adjoint.hf.model_parts import contained_model
+    from adjoint.hf.transformers_api import use_float64_experts
+    from adjoint.train.pretrained import folder_of
+    from adjoint.train.pretrained import load as load_pretrained
+
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    if request.model is None:
+        place = str(config.model.from_pretrained)
+        model = PretrainedLM.from_config(config, device, dtype)
+        weights = _files(Path(folder_of(place)))
+    elif _is_pretrained(request.model):
+        place = request.model
+        model = PretrainedLM(load_pretrained(place, Exact(), key="--model", device=device), Exact())
+        weights = _files(Path(place))
+        _check_tokenizer(request, config, place, model.vocab_size)
+    else:
+        checkpoint = find_checkpoint(request.model, "--model")
+        place, model = str(checkpoint), PretrainedLM.from_checkpoint(checkpoint, device)
+        weights = hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
+    module = model.module.eval()  # dropout would draw other masks by each method
+    described = json.loads(contained_model(module).config.to_json_string())  # infinity is spelt out there
+
+    def load() -> nn.Module:
+        module.to(device, dtype)
+        use_float64_experts(module)
+        return module
+
+    return _Source(place, described, weights, model.vocab_size, load)
+
+
+def _check_tokenizer(request: Namespace, config: Config, folder: str, vocab_size: int) -> None:
+    if request.data == "config" and config.data.tokenizer is None:
+        check_bytes(folder, vocab_size)
 
 
 def _files(folder: Path) -> str:
@@ -156,19 +236,22 @@ def _wanted(request: Namespace, comparison: Comparison) -> list[tuple[str, Windo
         row_keys += [(name, w) for w in windows if w != "auto" or compare.takes(name, "tolerance")]
     for name, window in row_keys:
         method = compare.build(name, window, comparison.seqlen, None)
-        check_windows(comparison.model.config, method.engine_spec(comparison.seqlen, comparison.seqlen))
+        if isinstance(comparison.model, Stack):
+            check_windows(comparison.model.config, method.engine_spec(comparison.seqlen, comparison.seqlen))
+        elif why := method.why_not("wrapped"):
+            raise UserError(f"--methods {name}, --windows {window_text(window)}: {why}")
     return list(dict.fromkeys(row_keys))
 
 
-def _batches(request: Namespace, config: Config, shape: StackConfig) -> tuple[list[torch.Tensor], str, str]:
+def _batches(request: Namespace, config: Config, vocab_size: int) -> tuple[list[torch.Tensor], str, str]:
     """Return the batches, a description of them, and a mark that changes with them."""
     data = config.data
     if request.data == "random":
         generator = torch.Generator().manual_seed(request.seed)
         size = (data.batch, data.seqlen)
-        drawn = [torch.randint(shape.vocab_size, size, generator=generator) for _ in range(request.batches)]
+        drawn = [torch.randint(vocab_size, size, generator=generator) for _ in range(request.batches)]
         return drawn, "random tokens", "random"
-    text = open_data(data, request.seed, shape.vocab_size)
+    text = open_data(data, request.seed, vocab_size)
     if text.predicted is not None:
         raise UserError("data.path: a sweep predicts all tokens, which conversations do not; name plain text")
     batches = [next(text.train) for _ in range(request.batches)]
@@ -246,13 +329,13 @@ def _parser() -> Flags:
     add("--seqlen", "tokens per sequence; default: the configuration's data.seqlen")
     model = (
         "a run's folder (its newest checkpoint) or a checkpoint; or a folder, or a name on the Hugging Face "
-        "hub, of transformers' Mamba or Mamba-2 or of mamba-ssm; default: fresh weights. Without --config "
+        "hub, of a causal LM; default: that of the configuration, with fresh weights. Without --config "
     )
     add("--model", model + "the run's configuration is used, and the tokenizer in the folder")
     add("--model.from_pretrained", "the same as --model", dest="from_pretrained")
-    methods = f"{Truncated.name},{LayerLocal.name}"
     method_list = comma_list(reads(Literal[tuple(METHODS)]))
-    add("--methods", f"some of {', '.join(METHODS)}", method_list, default=methods)
+    default = f"{Truncated.name} and, of a Stack, {LayerLocal.name}"
+    add("--methods", f"some of {', '.join(METHODS)}; default: {default}", method_list)
     add("--batches", "batches to average over", positive, default="3")
     add("--chunk-size", "tokens per chunk; default: picked by the method", positive)
     add("--seed", "seed of fresh weights and of the data", reads(NotNegative), default="0")
@@ -270,6 +353,21 @@ def _is_pretrained(model: str) -> bool:
     return (folder / "config.json").is_file() if folder.exists() else model.count("/") == 1
 
 
+def _is_wrapped(model: str | None, config: Config) -> bool:
+    """Whether the sweep is of a wrapped model, and not of a `Stack`, which takes more methods."""
+    if model is None:
+        return config.model.from_pretrained is not None
+    if not _is_pretrained(model):
+        trainer = read_trainer(find_checkpoint(model, "--model"))
+        return trainer["config"]["model"].get("from_pretrained") is not None
+    config_json = read_json(Path(model) / "config.json")
+    try:
+        FORMATS[format_of(config_json)].read_config(config_json)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return True
+    return False
+
+
 def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     """Return the sweep's own flags, windows in the order of `window_order`, and the configuration of model
     and data.
@@ -281,7 +379,7 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     flags, rest = _parser().parse_with_keys(argv)
     for window in flags.windows or ():
         needs = "tolerance" if window == "auto" else "window"
-        if not any(compare.takes(name, needs) for name in flags.methods):
+        if not any(compare.takes(name, needs) for name in flags.methods or (Truncated.name,)):
             takers = ", ".join(name for name in METHODS if compare.takes(name, needs))
             raise UserError(f"--windows {window_text(window)}: is for {takers}; add one to --methods")
     for word in rest:
@@ -309,13 +407,13 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     words = [word for file in configs for word in ("--config", file)] + tokenizer + rest
     words += ["--data.seqlen", flags.seqlen] * (flags.seqlen is not None)
     config = load_config(words, "adjoint sweep")
-    if config.model.from_pretrained is not None:
-        raise UserError(
-            "model.from_pretrained: a sweep compares methods on a Stack, not on a wrapped model; give the "
-            "folder as --model"
-        )
+    flags.is_wrapped = _is_wrapped(flags.model, config)
+    if flags.methods is None:
+        flags.methods = [Truncated.name] if flags.is_wrapped else [Truncated.name, LayerLocal.name]
     seqlen = config.data.seqlen
-    windows = flags.windows or [*(4**i for i in range(32) if 4**i < seqlen), None, "auto"]
+    shortest: list[Window] = [] if flags.is_wrapped else [1]  # whose chunks have two tokens at least
+    powers = [*shortest, *(4**i for i in range(1, 32) if 4**i < seqlen), None]
+    windows = flags.windows or (powers if flags.is_wrapped else [*powers, "auto"])
     # one that covers all tokens is None
     full = {None if isinstance(window, int) and window >= seqlen else window for window in windows}
     flags.windows = sorted(full, key=window_order)

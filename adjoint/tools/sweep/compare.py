@@ -13,11 +13,11 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjoint.errors import UserError
 from adjoint.memory import PeakMemory, memory_left
@@ -55,29 +55,62 @@ class Agreement(NamedTuple):
 
 
 def gradient(
-    model: Stack, input_ids: Tensor, method: Method, precision: str = "float32"
+    model: nn.Module, input_ids: Tensor, method: Method, precision: str = "float32"
 ) -> tuple[NamedGradients, list[int] | None]:
     """Return the gradient of the mean loss by parameter name, and the windows that the method picked, one per
     layer.
 
-    Leaves `.grad` None.
+    Leaves `.grad` None, and a model of transformers wrapped by the method.
 
     Args:
+        model: a `Stack`, or a causal LM of transformers.
         input_ids: (batch, seqlen) int64; the labels are the same ids, which the model shifts.
         method: an object of `adjoint.methods`.
         precision: as `adjoint.train.machine.autocast` takes it.
     """
     model.zero_grad(set_to_none=True)
     with autocast(precision, input_ids.device):
-        output = model(input_ids, labels=input_ids, method=method)
-    output.loss.backward()
+        loss, windows = _loss(model, input_ids, method)
+    loss.backward()
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
+        for name, p in _named_parameters(model)
         if p.requires_grad
     }
     model.zero_grad(set_to_none=True)
-    return gradients, output.windows
+    return gradients, windows
+
+
+def _loss(model: nn.Module, input_ids: Tensor, method: Method) -> tuple[Tensor, list[int] | None]:
+    """Return the mean loss of a batch by a method, and the windows that the method picked."""
+    if isinstance(model, Stack):
+        output = model(input_ids, labels=input_ids, method=method)
+        return output.loss, output.windows
+    from adjoint.hf.model_parts import contained_model
+    from adjoint.hf.wrap import wrap
+    from adjoint.hf.wrap_state import wrap_state_or_original
+
+    if wrap_state_or_original(contained_model(model)).method != method:
+        wrap(model, method)  # which compares gradients again on first use
+    return model(input_ids=input_ids, labels=input_ids, use_cache=False).loss, None
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over a model's parameters, named as those of a `Stack`: layers.0.…, lm_head.weight."""
+    if isinstance(model, Stack):
+        yield from model.named_parameters()
+        return
+    from adjoint.hf.model_parts import backbone_of, contained_model, layers_of
+
+    layers = layers_of(backbone_of(contained_model(model)))
+    numbers = {module: number for number, module in enumerate(layers.values())}
+    paths = {f"{path}.": numbers[module] for path, module in model.named_modules() if module in numbers}
+    for name, parameter in model.named_parameters():
+        path = next((path for path in paths if name.startswith(path)), None)
+        if path is not None:
+            yield f"layers.{paths[path]}.{name.removeprefix(path)}", parameter
+        else:
+            yield ".".join(name.split(".")[-2:]), parameter
 
 
 def compare(
@@ -163,7 +196,7 @@ def truncated_products(seqlen: int, window: int | None = None) -> int:
     return window * seqlen - window * (window - 1) // 2
 
 
-def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
+def backprop_fits(model: nn.Module, input_ids: Tensor) -> bool:
     """Whether plain backpropagation over input_ids is expected to fit in the memory that is left.
 
     What the forward keeps is measured on a short piece and scaled: linear in seqlen for these layers.
@@ -175,7 +208,7 @@ def backprop_fits(model: Stack, input_ids: Tensor) -> bool:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        _ = model(piece, labels=piece, method=Backprop()).loss
+        _ = _loss(model, piece, Backprop())
     for parameter in model.parameters():
         saved_bytes.pop(parameter.untyped_storage().data_ptr(), None)
     needed = sum(saved_bytes.values()) / piece.shape[1] * input_ids.shape[1]
@@ -192,7 +225,7 @@ class Comparison:
     The reference gradients, one a batch, are made when first needed and stay in host memory.
 
     Args:
-        model: on the device to measure on.
+        model: a `Stack`, or a causal LM of transformers in evaluation mode, on the device to measure on.
         batches: (batch, seqlen) int64 each, on the CPU, all of one shape.
         baseline: the name of the method whose gradient is the reference: "backprop" or "exact".
         chunk_size: of the methods that take one; None lets them pick.
@@ -200,7 +233,7 @@ class Comparison:
         tolerance: of window "auto"; None is that method's own default.
     """
 
-    model: Stack
+    model: nn.Module
     batches: Sequence[Tensor]
     baseline: str = "backprop"
     chunk_size: int | None = None
@@ -217,8 +250,9 @@ class Comparison:
         Returns:
             JSON's types only: method, window, baseline, windows (a layer's each, the longest of the batches',
             where the method picked them; else None), cosine and relative_error (means over the batches),
-            relative_error_of_batches, layer and kind (name → cosine, relative_error), vjps, seconds (of
-            forward + backward, median), peak_memory_bytes (largest; None where it cannot be measured).
+            relative_error_of_batches, layer and kind (name → cosine, relative_error), vjps (None of a wrapped
+            model), seconds (of forward + backward, median), peak_memory_bytes (largest; None where it cannot
+            be measured).
 
         Raises:
             UserError: the reference gradient is not finite, so that there is nothing to compare with.
@@ -253,9 +287,10 @@ class Comparison:
             scope: {name: _mean([a[scope][name] for a in agreements]) for name in names}
             for scope, names in agreements[0].items()
         }
-        reach: Sequence[int | None] = (
-            picked or [None if window == "auto" else window] * self.model.config.n_layer
-        )
+        vjps = None
+        if isinstance(self.model, Stack):
+            full_reach: list[int | None] = [None if window == "auto" else window] * self.model.config.n_layer
+            vjps = counted_vjps(name, picked or full_reach, self.seqlen)
         return {
             "method": name,
             "window": window,
@@ -265,7 +300,7 @@ class Comparison:
             "relative_error_of_batches": [a["overall"]["overall"].relative_error for a in agreements],
             "layer": means["layer"],
             "kind": means["kind"],
-            "vjps": counted_vjps(name, reach, self.seqlen),
+            "vjps": vjps,
             "seconds": statistics.median(seconds),
             "peak_memory_bytes": None if None in peaks else max(peaks),
         }

@@ -101,11 +101,14 @@ def show(result: Result) -> None:
         )
         print_table(("part", *windows), cells, f"relative error of {name}, by window")
     device = environment["gpu"] or f"{environment['cpu']}, threads: {environment['threads']}"
+    vjps = ""
+    if any(row["vjps"] is not None for row in result["rows"]):
+        vjps = "vjps: what the paper's algorithm evaluates a batch (here they are "
+        vjps += f"{3 * settings['seqlen'] * len(_layers(result['rows'][0])):,} for every window); "
     print(
         f"\nerror: |g − r| / |r|, and cosine against {settings['baseline']}, mean of {settings['batches']} "
-        "batches; vjps: what the paper's algorithm evaluates a batch (here they are "
-        f"{3 * settings['seqlen'] * settings['model']['n_layer']:,} for every window); seconds: forward and "
-        f"backward of a batch, median; memory: what that took on top at its peak; {device}"
+        f"batches; {vjps}seconds: forward and backward of a batch, median; memory: what that took on top at "
+        f"its peak; {device}"
     )
     for name, rows in methods.items():
         print(conclusion(name, rows))
@@ -166,7 +169,8 @@ def draw(result: Result, path: Path) -> None:
         (line,) = axes.plot(at, [_height(_error(row)) for row in plain], "o-", label=conclusion(name, rows))
         colour = line.get_color()
         axes.plot(at, [_height(_worst(row)) for row in plain], "--", color=colour)
-        axes.fill_between(at, [*map(min, layers)], [*map(max, layers)], color=colour, alpha=0.13)
+        if all(layers):
+            axes.fill_between(at, [*map(min, layers)], [*map(max, layers)], color=colour, alpha=0.13)
         for row in rows[len(plain) :]:
             axes.plot(windows.index("auto"), _height(_error(row)), "*", color=colour, markersize=12)
     axes.axhline(SMALL, color="tab:gray", linestyle=":", linewidth=1.2)
@@ -178,7 +182,7 @@ def draw(result: Result, path: Path) -> None:
         ylabel=f"relative error of the gradient, against {settings['baseline']}",
     )
     axes.set_title(
-        f"How long a window? {weights} model, {settings['model']['n_layer']} layers, "
+        f"How long a window? {weights} model, {len(_layers(result['rows'][0]))} layers, "
         f"{settings['seqlen']:,} tokens, {settings['batches']} batches\n"
         "line: all parameters; band: the layers, nearest to furthest; dashed: the worst kind of parameter",
         fontsize=10,
