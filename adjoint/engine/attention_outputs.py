@@ -60,8 +60,8 @@ class AttentionOutputs:
     def get(self, keys: Hashable, start: int, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Return what `put` has kept for a chunk, in these shapes, or None.
 
-        The output lies in memory as attention's own does, token by token: of other strides a linear map with a
-        bias would round otherwise than in the forward."""
+        The output lies in memory as attention's own does, token by token: with other strides a linear map
+        with a bias would round otherwise than in the forward."""
         if self.is_open or not self._is_only.get((keys, start)) or start < self._buffers[keys][0]:
             return None
         out, log = self._read(keys, start, tokens)

@@ -352,6 +352,30 @@ def model_class(pretrained: str | None) -> type[LanguageModel]:
     return StackLM if pretrained is None else PretrainedLM
 
 
+def on_device(module: ModuleT, device: torch.device, precision: str, key: str) -> ModuleT:
+    """Return a model on a device, in float64 if that is the precision; quantized weights are there already.
+
+    Args:
+        key: as what the precision was given, for an error.
+
+    Raises:
+        UserError: the model is quantized, and the precision is float64.
+    """
+    if quantization.described(module.config) is None:
+        module.to(device, torch.float64 if precision == "float64" else None)
+        if not isinstance(module, Stack):
+            from adjoint.hf.transformers_api import use_float64_experts
+
+            use_float64_experts(module)
+        return module
+    if precision == "float64":
+        raise UserError(f"{key} float64: quantized weights do not multiply in it; leave it out")
+    from adjoint.hf.quantized import set_compute_dtype
+
+    set_compute_dtype(module, getattr(torch, precision))
+    return module
+
+
 def _placed(module: ModuleT, config: Config, device: Device, dtype: torch.dtype | None) -> ModuleT:
     """Return a model on its device, or with `model.offload` in host memory for it."""
     if config.model.offload == "none":

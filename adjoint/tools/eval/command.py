@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjoint.batch import labelled
 from adjoint.checkpoint import read_trainer
@@ -25,7 +25,6 @@ from adjoint.formats import file_kinds
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
 from adjoint.settings import Positive, SeqLen
-from adjoint.stack import Stack
 from adjoint.tools.eval import needles, positions
 from adjoint.tools.eval.needles import NeedleRow
 from adjoint.tools.eval.positions import LossRow
@@ -33,10 +32,9 @@ from adjoint.tools.measure.show import print_table
 from adjoint.train.config import Precision
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
-from adjoint.train.language_model import LanguageModel, PretrainedLM, model_class
+from adjoint.train.language_model import LanguageModel, PretrainedLM, model_class, on_device
 from adjoint.train.machine import autocast, environment, pick_device, pick_precision
 from adjoint.train.places import RUNS
-from adjoint.train.quantization import described
 from adjoint.train.rundir import find_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
@@ -145,7 +143,7 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         tokenizer = tokenizer_in(folder)
         if tokenizer is None:
             check_bytes(folder, module.config.get_text_config().vocab_size)
-        model = PretrainedLM(_placed(module, device, precision).eval(), Exact())
+        model = PretrainedLM(on_device(module, device, precision, "--precision").eval(), Exact())
         return Loaded(model, DataConfig(tokenizer=tokenizer), Path("eval"), trusts_code=trust_remote_code)
     checkpoint = find_checkpoint(run)
     check_tokenizer(checkpoint)
@@ -153,7 +151,7 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
     config = trainer["config"]
     data = DataConfig(**{k: v for k, v in config["data"].items() if k in DataConfig.__dataclass_fields__})
     run_model = model_class(config["model"].get("from_pretrained")).from_checkpoint(checkpoint, device)
-    _placed(run_model.module, device, precision)
+    on_device(run_model.module, device, precision, "--precision")
     trusted = config["model"].get("trust_remote_code", False)
     in_run = isinstance(checkpoint, Path) and not is_distributed_checkpoint(checkpoint)
     results = Path(str(checkpoint.parent.parent)) / "eval" if in_run else Path("eval")
@@ -162,27 +160,6 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         settings = config["training"]
         masking = Masking(settings["mask_share"], settings["seed"], config["model"]["vocab_size"] - 1)
     return Loaded(run_model, data, results, fingerprint_of(trainer["data"]), trusted, masking)
-
-
-def _placed(module: nn.Module, device: torch.device, precision: str) -> nn.Module:
-    """Return a model on a device, in float64 if that is the precision; quantized weights are there already.
-
-    Raises:
-        UserError: the model is quantized, and the precision is float64.
-    """
-    if described(module.config) is None:
-        module.to(device, torch.float64 if precision == "float64" else None)
-        if not isinstance(module, Stack):
-            from adjoint.hf.transformers_api import use_float64_experts
-
-            use_float64_experts(module)
-        return module
-    if precision == "float64":
-        raise UserError("--precision float64: quantized weights do not multiply in it; leave it out")
-    from adjoint.hf.quantized import set_compute_dtype
-
-    set_compute_dtype(module, getattr(torch, precision))
-    return module
 
 
 def _model_folder(run: str) -> str | None:

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,9 +26,9 @@ from adjoint.data.tokenizer import check_bytes, tokenizer_in
 from adjoint.engine.stage import check_windows
 from adjoint.errors import UserError
 from adjoint.files import write_atomically
+from adjoint.files.remote import Place
 from adjoint.formats import FORMATS, format_of
 from adjoint.formats.folders import checkpoint_config, read_json
-from adjoint.layers import StackConfig
 from adjoint.methods import (
     METHODS,
     TOLERANCE,
@@ -48,7 +48,7 @@ from adjoint.tools.sweep.report import window_text
 from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
-from adjoint.train.language_model import PretrainedLM
+from adjoint.train.language_model import PretrainedLM, on_device
 from adjoint.train.machine import environment, pick_device, set_up
 from adjoint.train.rundir import find_checkpoint
 
@@ -112,7 +112,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
-    model = source.load()
+    model = source.model
     baseline = request.baseline
     if baseline == "auto":
         fits = compare.backprop_fits(model, batches[0].to(device))
@@ -129,93 +129,68 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
 
 
 class _Source(NamedTuple):
-    """The model of a sweep, before its weights are read.
+    """The model of a sweep.
 
     Attributes:
         name: of its folder, or "fresh".
-        settings: of its sizes, for the journal.
+        settings: its sizes, which the journal's rows belong to.
         weights: a mark that changes with them.
-        load: returns the model on its device.
     """
 
     name: str
     settings: Mapping[str, object]
     weights: str
     vocab_size: int
-    load: Callable[[], nn.Module]
+    model: nn.Module
 
 
 def _stack(request: Namespace, config: Config, device: torch.device, precision: str) -> _Source:
     """Return a `Stack`: with fresh weights, those of a run, or those of a folder that holds one."""
-    dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
-    shape: StackConfig = config.model
     if request.model is None:
-        return _Source(
-            "fresh",
-            dataclasses.asdict(shape),
-            "fresh",
-            shape.vocab_size,
-            lambda: Stack(shape).to(device, dtype),
-        )
-    if _is_pretrained(request.model):
-        folder = Path(request.model)
-        pretrained = Stack.from_pretrained(folder)
-        shape, weights = pretrained.config, _files(folder)
-        _check_tokenizer(request, config, str(folder), shape.vocab_size)
-        return _Source(
-            str(folder),
-            dataclasses.asdict(shape),
-            weights,
-            shape.vocab_size,
-            lambda: pretrained.to(device, dtype),
-        )
-    checkpoint = find_checkpoint(request.model, "--model")
-    shape = checkpoint_config(checkpoint)
-
-    def load() -> nn.Module:
-        model = Stack(shape).to(device, dtype)
+        name, weights, model = "fresh", "fresh", Stack(config.model)
+    elif _is_pretrained(request.model):
+        name, weights = request.model, _files(Path(request.model))
+        model = Stack.from_pretrained(Path(name))
+        _check_tokenizer(request, config, name, model.config.vocab_size)
+    else:
+        checkpoint = find_checkpoint(request.model, "--model")
+        name, weights, model = str(checkpoint), _manifest(checkpoint), Stack(checkpoint_config(checkpoint))
         load_checkpoint(checkpoint, model, verify=False)
-        return model
-
-    weights = hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
-    return _Source(str(checkpoint), dataclasses.asdict(shape), weights, shape.vocab_size, load)
+    dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
+    settings = dataclasses.asdict(model.config)
+    return _Source(name, settings, weights, model.config.vocab_size, model.to(device, dtype))
 
 
 def _wrapped(request: Namespace, config: Config, device: torch.device, precision: str) -> _Source:
     """Return a wrapped model: of a configuration, of a run, or of a folder of transformers."""
     from adjoint.hf.model_parts import contained_model
-    from adjoint.hf.transformers_api import use_float64_experts
     from adjoint.train.pretrained import folder_of
     from adjoint.train.pretrained import load as load_pretrained
 
-    dtype = torch.float64 if precision == "float64" else torch.float32
     if request.model is None:
-        place = str(config.model.from_pretrained)
-        model = PretrainedLM.from_config(config, device, dtype)
-        weights = _files(Path(folder_of(place)))
+        name = str(config.model.from_pretrained)
+        weights, lm = _files(Path(folder_of(name))), PretrainedLM.from_config(config, device)
     elif _is_pretrained(request.model):
-        place = request.model
-        model = PretrainedLM(load_pretrained(place, Exact(), key="--model", device=device), Exact())
-        weights = _files(Path(place))
-        _check_tokenizer(request, config, place, model.vocab_size)
+        name, weights = request.model, _files(Path(request.model))
+        lm = PretrainedLM(load_pretrained(name, Exact(), key="--model", device=device), Exact())
+        _check_tokenizer(request, config, name, lm.vocab_size)
     else:
         checkpoint = find_checkpoint(request.model, "--model")
-        place, model = str(checkpoint), PretrainedLM.from_checkpoint(checkpoint, device)
-        weights = hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
-    module = model.module.eval()  # dropout would draw other masks by each method
-    described = json.loads(contained_model(module).config.to_json_string())  # infinity is spelt out there
-
-    def load() -> nn.Module:
-        module.to(device, dtype)
-        use_float64_experts(module)
-        return module
-
-    return _Source(place, described, weights, model.vocab_size, load)
+        name, weights = str(checkpoint), _manifest(checkpoint)
+        lm = PretrainedLM.from_checkpoint(checkpoint, device)
+    model = on_device(lm.module, device, precision, "--training.precision").eval()  # dropout would differ
+    settings = json.loads(contained_model(model).config.to_json_string())  # infinity is spelt out there
+    return _Source(name, settings, weights, lm.vocab_size, model)
 
 
 def _check_tokenizer(request: Namespace, config: Config, folder: str, vocab_size: int) -> None:
     if request.data == "config" and config.data.tokenizer is None:
         check_bytes(folder, vocab_size)
+
+
+def _manifest(checkpoint: Place) -> str:
+    """Return a mark that changes with a checkpoint's weights."""
+    return hashlib.sha256((checkpoint / "MANIFEST.json").read_bytes()).hexdigest()
 
 
 def _files(folder: Path) -> str:
