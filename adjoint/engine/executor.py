@@ -361,23 +361,27 @@ class Executor(TileValues):
             self.add_loss(c, y)
         else:
             self.store["y", k, c] = y
-            self._note_output(self.norms, k, c, y)
-            self._note_state(self.norms, k, c, after)
+            if self._has_norms(k, c):
+                self._note_output(self.norms, k, y)
+                self._note_state(self.norms, k, after)
         is_stored = self.grid.stores_inputs and self.transport is None and self.device.type == "cuda"
         if is_stored and c + 1 == self.grid.chunks:
             stage.end_forward()
 
-    def _note_output(self, norms: ChunkLosses, k: int, c: int, y: Tensor | Increment) -> None:
-        """Note the norm of a segment's output, by which a recomputed one is compared."""
-        self._note_norm(norms, k, c, 2 * k, y.total if isinstance(y, Increment) else y)
+    def _has_norms(self, k: int, c: int) -> bool:
+        """Whether a tile is compared with its recomputation by norms, as no loss is computed again."""
+        return c == self.compared_chunk and k < self.grid.stages - 1 and self.grid.head_in_forward
 
-    def _note_state(self, norms: ChunkLosses, k: int, c: int, after: State) -> None:
-        """Note the norm of the last layer's state in a segment, by which a recomputed one is compared."""
-        self._note_norm(norms, k, c, 2 * k + 1, after[-1] if after else None)
+    def _note_output(self, norms: ChunkLosses, k: int, y: Tensor | Increment) -> None:
+        """Note the norm of a segment's output."""
+        self._note_norm(norms, 2 * k, y.total if isinstance(y, Increment) else y)
 
-    def _note_norm(self, norms: ChunkLosses, k: int, c: int, index: int, values: Tensor | None) -> None:
-        is_compared = self.grid.head_in_forward and c == self.compared_chunk and k < self.grid.stages - 1
-        if is_compared and values is not None:
+    def _note_state(self, norms: ChunkLosses, k: int, after: State) -> None:
+        """Note the norm of the last layer's state in a segment."""
+        self._note_norm(norms, 2 * k + 1, after[-1] if after else None)
+
+    def _note_norm(self, norms: ChunkLosses, index: int, values: Tensor | None) -> None:
+        if values is not None:
             out = norms.place(index, self.accumulate_dtype, values.device)
             torch.linalg.vector_norm(values.detach(), dtype=self.accumulate_dtype, out=out)
 
@@ -457,12 +461,13 @@ class Executor(TileValues):
         self.store["tape", k, c] = tape
         if k == self.grid.stages - 1 and c in self.losses.written:
             self.recomputed_losses[c] = y
-        if is_read or not stage.skips_output:
-            self._note_output(self.recomputed_norms, k, c, y)
-        if is_read:
-            self._note_state(self.recomputed_norms, k, c, after)
-        elif c == self.compared_chunk:  # it may be computed with the pullback
-            self.late_states[k] = after
+        if self._has_norms(k, c):
+            if is_read or not stage.skips_output:
+                self._note_output(self.recomputed_norms, k, y)
+            if is_read:
+                self._note_state(self.recomputed_norms, k, after)
+            else:  # it may be computed with the pullback
+                self.late_states[k] = after
         if ("z", k, c) in self.grid.writes(t):
             self.store["z", k, c] = y
 
@@ -517,7 +522,7 @@ class Executor(TileValues):
         dx, d_before = self.store.pop(("tape", k, c))(self._cotangent(k, start, stop), d_after)
         del d_after
         if k in self.late_states:
-            self._note_state(self.recomputed_norms, k, c, self.late_states.pop(k))
+            self._note_state(self.recomputed_norms, k, self.late_states.pop(k))
         if ("dy", k - 1, c) in self.grid.writes(t):
             self.store["dy", k - 1, c] = dx
         self._add_to_ids(k, start, dx)

@@ -106,11 +106,12 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @differentiable_once("a result by chunks")
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in cotangents):
-            raise UserError(
-                "is_grads_batched=True does not work with a result by chunks: call torch.autograd.grad for "
-                "each cotangent, with retain_graph=True"
-            )
+        for cotangent in cotangents:
+            if cotangent is not None and torch._C._functorch.is_legacy_batchedtensor(cotangent):
+                raise UserError(
+                    "is_grads_batched=True does not work with a result by chunks: call torch.autograd.grad "
+                    "for each cotangent, with retain_graph=True"
+                )
         _ = ctx.saved_tensors  # the check happens on access
         for value in ctx.executor.store.values() if ctx.executor is not None else ():
             if isinstance(value, Tape):
