@@ -381,6 +381,7 @@ class Executor(TileValues):
         self._note_norm(norms, 2 * k + 1, after[-1] if after else None)
 
     def _note_norm(self, norms: ChunkLosses, index: int, values: Tensor | None) -> None:
+        """Note the norm of these values, if there are any."""
         if values is not None:
             out = norms.place(index, self.accumulate_dtype, values.device)
             torch.linalg.vector_norm(values.detach(), dtype=self.accumulate_dtype, out=out)

@@ -370,10 +370,13 @@ class Layer(Stage):
         return isinstance(self.block, Block) and self.block.adds_mixer_alone
 
     def _cast_weights(self, device: torch.device) -> dict[Tensor, Tensor]:
+        """Map weights to their casts, but for those of a mixer that is not ours.
+
+        Its code may switch autocast off, or read the dtype of a weight."""
         modules: Iterable[nn.Module] = self.block.modules()
         if isinstance(self.block, Block) and _class_of(self.block.mixer) not in MIXERS.values():
-            users = {*self.block.mixer.modules()}  # who may switch autocast off, or read a weight's dtype
-            modules = (module for module in modules if module not in users)
+            of_mixer = {*self.block.mixer.modules()}
+            modules = (module for module in modules if module not in of_mixer)
         return self.casts.cast_weights(modules, device)
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:

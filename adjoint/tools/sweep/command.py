@@ -128,7 +128,7 @@ def _prepare(request: Namespace, config: Config) -> tuple[Comparison, dict[str, 
     return Comparison(model, batches, baseline, request.chunk_size, precision, request.tolerance), result
 
 
-class _Source(NamedTuple):
+class _SweptModel(NamedTuple):
     """The model of a sweep.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Source(NamedTuple):
     model: nn.Module
 
 
-def _stack(request: Namespace, config: Config, device: torch.device, precision: str) -> _Source:
+def _stack(request: Namespace, config: Config, device: torch.device, precision: str) -> _SweptModel:
     """Return a `Stack`: with fresh weights, those of a run, or those of a folder that holds one."""
     if request.model is None:
         name, weights, model = "fresh", "fresh", Stack(config.model)
@@ -158,10 +158,10 @@ def _stack(request: Namespace, config: Config, device: torch.device, precision: 
         load_checkpoint(checkpoint, model, verify=False)
     dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
     settings = dataclasses.asdict(model.config)
-    return _Source(name, settings, weights, model.config.vocab_size, model.to(device, dtype))
+    return _SweptModel(name, settings, weights, model.config.vocab_size, model.to(device, dtype))
 
 
-def _wrapped(request: Namespace, config: Config, device: torch.device, precision: str) -> _Source:
+def _wrapped(request: Namespace, config: Config, device: torch.device, precision: str) -> _SweptModel:
     """Return a wrapped model: of a configuration, of a run, or of a folder of transformers."""
     from adjoint.hf.model_parts import contained_model
     from adjoint.train.pretrained import folder_of
@@ -180,7 +180,7 @@ def _wrapped(request: Namespace, config: Config, device: torch.device, precision
         lm = PretrainedLM.from_checkpoint(checkpoint, device)
     model = on_device(lm.module, device, precision, "--training.precision").eval()  # dropout would differ
     settings = json.loads(contained_model(model).config.to_json_string())  # infinity is spelt out there
-    return _Source(name, settings, weights, lm.vocab_size, model)
+    return _SweptModel(name, settings, weights, lm.vocab_size, model)
 
 
 def _check_tokenizer(request: Namespace, config: Config, folder: str, vocab_size: int) -> None:
@@ -194,8 +194,9 @@ def _manifest(checkpoint: Place) -> str:
 
 
 def _files(folder: Path) -> str:
-    """Return a mark that changes with the files of a model's folder."""
-    file_stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()]
+    """Return a mark that changes with the files of a model's folder, or with the file that it is."""
+    files = [folder] if folder.is_file() else folder.iterdir()
+    file_stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(sorted(file_stats)).encode()).hexdigest()
 
 
@@ -386,9 +387,10 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
     if flags.methods is None:
         flags.methods = [Truncated.name] if flags.is_wrapped else [Truncated.name, LayerLocal.name]
     seqlen = config.data.seqlen
-    shortest: list[Window] = [] if flags.is_wrapped else [1]  # whose chunks have two tokens at least
-    powers = [*shortest, *(4**i for i in range(1, 32) if 4**i < seqlen), None]
-    windows = flags.windows or (powers if flags.is_wrapped else [*powers, "auto"])
+    least = 1 if flags.is_wrapped else 0  # a wrapped model's chunks have two tokens at least
+    windows: list[Window] = flags.windows or [*(4**i for i in range(least, 32) if 4**i < seqlen), None]
+    if not flags.windows and not flags.is_wrapped:
+        windows.append("auto")
     # one that covers all tokens is None
     full = {None if isinstance(window, int) and window >= seqlen else window for window in windows}
     flags.windows = sorted(full, key=window_order)

@@ -102,15 +102,13 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return
     from adjoint.hf.model_parts import backbone_of, contained_model, layers_of
 
-    layers = layers_of(backbone_of(contained_model(model)))
-    numbers = {module: number for number, module in enumerate(layers.values())}
-    paths = {f"{path}.": numbers[module] for path, module in model.named_modules() if module in numbers}
+    backbone = backbone_of(contained_model(model))
+    path = next(path for path, module in model.named_modules() if module is backbone)
+    prefix = f"{path}." if path else ""
+    layers = {f"{prefix}{layer}.": f"layers.{k}." for k, layer in enumerate(layers_of(backbone))}
     for name, parameter in model.named_parameters():
-        path = next((path for path in paths if name.startswith(path)), None)
-        if path is not None:
-            yield f"layers.{paths[path]}.{name.removeprefix(path)}", parameter
-        else:
-            yield ".".join(name.split(".")[-2:]), parameter
+        start = next((layer for layer in layers if name.startswith(layer)), prefix)
+        yield layers.get(start, "") + name.removeprefix(start), parameter
 
 
 def compare(
