@@ -244,15 +244,17 @@ class Call:
         arguments = {n: v for n, v in self.arguments.items() if n not in (*CACHE_NAMES, "use_cache")}
         seqlen = self.ids.shape[1]
         past_tokens = 0 if carried is None else carried.tokens
-        if self.hides_cached_tokens:
-            reason = "attention_mask hides tokens of the cache, or the first one after it"
-            check.refuse(self.model, f"past_key_values: {reason}: give rows without padding at the left")
         mask = arguments.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
+            after_cache = mask[:, -seqlen:]
+            # Recurrent states have taken padding before them into account, which keys have not.
+            if self.hides_cached_tokens and (has_keys or not bool(after_cache[:, 0].all())):
+                reason = "attention_mask hides tokens of the cache, or the first one after it"
+                check.refuse(self.model, f"past_key_values: {reason}: give rows without padding at the left")
             if not self.has_padding:
                 del arguments["attention_mask"]
             elif carried is not None and (not has_keys or mask.shape[1] == past_tokens + seqlen):
-                arguments["attention_mask"] = mask[:, -seqlen:]
+                arguments["attention_mask"] = after_cache
         positions = arguments.get(POSITIONS)
         if positions is not None and past_tokens:
             first = past_tokens if has_keys else positions[..., :1].clamp(min=1)

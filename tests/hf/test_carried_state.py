@@ -194,7 +194,8 @@ def test_a_labelled_token_after_a_cache_leaves_it_as_it_was(name: str) -> None:
 
 
 def test_a_cache_without_keys_does_not_know_its_length() -> None:
-    """Masks and positions that count the tokens before it, as generate's and PEFT's prefix tuning's do."""
+    """Masks and positions that count the tokens before it, as generate's and PEFT's prefix tuning's do. What a
+    mask hides before it is no longer there."""
     ids = tokens(23)
     model = wrapped_copy(make(MAMBA))
     argument = name_of_cache(model)
@@ -206,12 +207,16 @@ def test_a_cache_without_keys_does_not_know_its_length() -> None:
     for more in (
         {"attention_mask": mask[:, 9:]},
         {"attention_mask": mask, "position_ids": torch.arange(9, 23)[None]},
+        {"attention_mask": mask.index_fill(1, torch.arange(4), 0)},
     ):
         model.zero_grad()
         loss = model(**inputs, **{argument: cache}, **more).loss
         loss.backward(retain_graph=True)
         results.append((loss.detach(), current_gradients(model)))
-    assert_exact(*results)
+    for result in results[1:]:
+        assert_exact(result, results[0])
+    with one_line("attention_mask hides tokens of the cache, or the first one after it"):
+        model(**inputs, **{argument: cache}, attention_mask=mask.index_fill(1, torch.tensor([9]), 0))
     for positions in (torch.arange(14), torch.arange(9, 23).flip(0)):
         with one_line("position_ids must go on from the tokens in past_key_values"):
             model(**inputs, **{argument: cache}, position_ids=positions[None])
