@@ -244,6 +244,7 @@ def test_sweep_of_a_wrapped_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     make("BambaForCausalLM", torch.float32, vocab_size=256).save_pretrained(folder)
     options: dict[str, Any] = {"data.batch": 2, "batches": 1, "training.precision": "float64"}
     assert sweep(tmp_path, model=folder, **options | {"windows": "4,8,full"}) == 0
+    assert "end at fixed edges, one window apart" in capsys.readouterr().out
     rows = by_key(results(tmp_path))
     assert list(rows) == [("backprop", None), ("truncated", 4), ("truncated", 8), ("truncated", None)]
     assert rows["truncated", None]["relative_error"] < 1e-6

@@ -244,6 +244,11 @@ def _announce(request: Namespace, result: Mapping[str, Any], baseline: str) -> N
     )
     if baseline == Exact.name and request.baseline == "auto":
         print("note: backpropagation does not fit in memory here; Exact, equal to rounding, is used instead")
+    if request.is_wrapped:
+        print(
+            "note: the windows of a wrapped model end at fixed edges, one window apart: the gradient of a "
+            "token reaches back half a window on average"
+        )
 
 
 def _measure(row_keys: list[tuple[str, Window]], comparison: Comparison, journal: Journal) -> None:
