@@ -54,6 +54,8 @@ def branch(call: Case, past: Past) -> Past:
     except RuntimeError as error:
         raise Vacuous(f"transformers' own cache: {error}") from error
     if "rows" in call:
+        if not hasattr(cache, "reorder_cache"):
+            raise Vacuous(f"a {type(cache).__name__} does not reorder rows, nor does transformers' own")
         kind, rows = call["rows"], torch.arange(len(ids))
         rows = rows.repeat_interleave(2) if kind == "repeat" else rows.flip(0)
         if kind == "reorder" or not isinstance(cache, DifferentiableCache):
