@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import graphlib
 import importlib.util
 import json
@@ -62,6 +63,14 @@ FLOORS = [
 ]
 PAGES_OF_TESTS = ("docs/squares.md",)  # made by a test
 HIGHEST = 11  # levels: the longest chain of entries that import each other
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage while files are parsed: each collection would walk over the trees of all files."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def python_files(*folders: str) -> list[Path]:
