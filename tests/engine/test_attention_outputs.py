@@ -61,7 +61,7 @@ def test_gradients_are_backpropagations_although_nothing_attends_twice(
         ids = torch.randint(0, 17, (rows, seqlen), generator=torch.Generator().manual_seed(seed))
         inputs = model.inputs(ids, ids.clone().masked_fill(ids % 5 == 0, -100))
         batches.append((inputs, model.results(None, inputs)))
-    for method in METHODS:
+    for method in METHODS if name == "stack" else METHODS[:2]:
         model.results(method, model.inputs(ids[:, :14], ids[:, :14]))  # with what is compared on first use
         for inputs, expected in batches:
             calls.update(computed=0, kept=0)

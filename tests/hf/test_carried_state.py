@@ -243,7 +243,7 @@ def test_documents() -> None:
     assert ends[0].item() == pytest.approx(ends[1].item(), rel=1e-13)
 
 
-@pytest.mark.parametrize("name", [BAMBA, MAMBA])
+@pytest.mark.parametrize("name", [BAMBA, pytest.param(MAMBA, marks=pytest.mark.slow)])
 def test_a_run_resumes_bitwise(name: str) -> None:
     """Two steps of two segments each; weights and the cache are saved after the first, and loaded."""
     ids = tokens(4 * SEGMENT)
