@@ -335,13 +335,13 @@ def run(compare: str, name: str, way: str, seeds: list[int]) -> None:
     COMPARE[compare](name, (WAYS | ON_FOUR)[way], seeds)
 
 
-def start(folder: Path, compare: str, name: str, way: str, seeds: list[int], ranks: int = 2) -> None:
+def run_on_ranks(folder: Path, compare: str, name: str, way: str, seeds: list[int], ranks: int = 2) -> None:
     ModelOfEitherKind(name)  # imported once, before the ranks are there
     on_ranks(ranks, folder, run, compare, name, way, seeds)
 
 
-def cases(ways: Iterable[str], names: list[str], *quick: tuple[str, str]) -> list[Any]:
-    """Return all ways and names, of which those that are not quick are slow tests."""
+def mark_slow(ways: Iterable[str], names: list[str], *quick: tuple[str, str]) -> list[Any]:
+    """Return all pairs of ways and names, marked slow if they are not among the quick ones."""
     return [
         pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
         for case in itertools.product(ways, names)
@@ -351,16 +351,16 @@ def cases(ways: Iterable[str], names: list[str], *quick: tuple[str, str]) -> lis
 # Below, each way to hold weights, and each kind of layers, has a quick test of one kind or another.
 @pytest.mark.parametrize(
     ("way", "name"),
-    cases(WAYS, NAMES, ("FSDP2", NAMES[1]), ("DDP", NAMES[1]), ("a shared sequence", NAMES[0])),
+    mark_slow(WAYS, NAMES, ("FSDP2", NAMES[1]), ("DDP", NAMES[1]), ("a shared sequence", NAMES[0])),
 )
 def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """Ranks have different numbers of documents: none of them waits for another one."""
-    start(tmp_path, "packed", name, way, [0, 2] if way in SHARES_BEGINNINGS else SHORT)
+    run_on_ranks(tmp_path, "packed", name, way, [0, 2] if way in SHARES_BEGINNINGS else SHORT)
 
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    cases(
+    mark_slow(
         SHARES_BEGINNINGS,
         ["hybrid", *NAMES, "GptOssForCausalLM"],
         *(("DDP", "hybrid"), ("HSDP", NAMES[2]), ("tensor parallelism", "GptOssForCausalLM")),
@@ -368,12 +368,12 @@ def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
 )
 def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """A tree of rows on one rank, a pair or none on another; GptOss has attention of its own."""
-    start(tmp_path, "beginnings", name, way, [0, 1])
+    run_on_ranks(tmp_path, "beginnings", name, way, [0, 1])
 
 
-@pytest.mark.parametrize(("way", "name"), cases(["FSDP2", "DDP"], NAMES[:2], ("FSDP2", NAMES[0])))
+@pytest.mark.parametrize(("way", "name"), mark_slow(["FSDP2", "DDP"], NAMES[:2], ("FSDP2", NAMES[0])))
 def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> None:
-    start(tmp_path, "answers", name, way, [0, 1])
+    run_on_ranks(tmp_path, "answers", name, way, [0, 1])
 
 
 @pytest.mark.slow
@@ -382,7 +382,9 @@ def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> No
     [*((way, "packed") for way in ON_FOUR), *((next(iter(ON_FOUR)), c) for c in ("beginnings", "answers"))],
 )
 def test_rows_on_four_ranks(way: str, compare: str, tmp_path: Path) -> None:
-    start(tmp_path, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1], ranks=4)
+    run_on_ranks(
+        tmp_path, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1], ranks=4
+    )
 
 
 def run_short_documents_of_one_rank(chunk_size: int | None) -> None:
