@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,10 @@ from adjoint.train import plots
 def import_before_fork() -> None:
     """Import what a backward imports on its first run, so that forked processes do not import it each."""
     import torch._dynamo  # noqa: F401
+
+    if "transformers" in sys.modules:
+        with contextlib.suppress(ImportError):
+            import peft  # noqa: F401
 
 
 os.register_at_fork(before=import_before_fork)

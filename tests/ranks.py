@@ -31,6 +31,9 @@ def on_ranks(
         start: "spawn" for processes that share nothing with this one, as torchrun's: they have hashes of
             their own, and take seconds to import everything.
     """
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401  # once, not in each rank
+
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     mp.start_processes(_rank, (world, str(meeting), timeout, case, args), world, start_method=start)
 

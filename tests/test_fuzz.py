@@ -128,6 +128,7 @@ def test_a_run_lists_what_deviates(
     assert draw("stacks", "5:0") == draw("stacks", "5:0") != draw("stacks", "5:1")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LIMIT", 20.0)
     worker = runner.Worker(["operators"])

@@ -133,7 +133,7 @@ def test_settings_are_as_before(allow: Callable[[], None]) -> None:
     assert (torch.backends.mkldnn.matmul.fp32_precision == "none") is (allow is not by_older_setting)
 
 
-@pytest.mark.parametrize("allow", WAYS[:2])
+@pytest.mark.parametrize("allow", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
 def test_wrapped_model(allow: Callable[[], None]) -> None:
     """A right model whose gradients differ by more than the limit where products are in TF32."""
     transformers = pytest.importorskip("transformers")

@@ -5,7 +5,8 @@ Gradients are those of plain autograd of one process, which runs each row or doc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -334,27 +335,45 @@ def run(compare: str, name: str, way: str, seeds: list[int]) -> None:
     COMPARE[compare](name, (WAYS | ON_FOUR)[way], seeds)
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", WAYS)
+def run_on_ranks(folder: Path, compare: str, name: str, way: str, seeds: list[int], ranks: int = 2) -> None:
+    ModelOfEitherKind(name)  # imported once, before the ranks are there
+    on_ranks(ranks, folder, run, compare, name, way, seeds)
+
+
+def mark_slow(ways: Iterable[str], names: list[str], *quick: tuple[str, str]) -> list[Any]:
+    """Return all pairs of ways and names, marked slow if they are not among the quick ones."""
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
+        for case in itertools.product(ways, names)
+    ]
+
+
+# Below, each way to hold weights, and each kind of layers, has a quick test of one kind or another.
+@pytest.mark.parametrize(
+    ("way", "name"),
+    mark_slow(WAYS, NAMES, ("FSDP2", NAMES[1]), ("DDP", NAMES[1]), ("a shared sequence", NAMES[0])),
+)
 def test_short_documents_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """Ranks have different numbers of documents: none of them waits for another one."""
-    on_ranks(2, tmp_path, run, "packed", name, way, [0, 2] if way in SHARES_BEGINNINGS else SHORT)
+    run_on_ranks(tmp_path, "packed", name, way, [0, 2] if way in SHARES_BEGINNINGS else SHORT)
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("name", ["hybrid", *NAMES, "GptOssForCausalLM"])
-@pytest.mark.parametrize("way", SHARES_BEGINNINGS)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    mark_slow(
+        SHARES_BEGINNINGS,
+        ["hybrid", *NAMES, "GptOssForCausalLM"],
+        *(("DDP", "hybrid"), ("HSDP", NAMES[2]), ("tensor parallelism", "GptOssForCausalLM")),
+    ),
+)
 def test_common_beginnings_on_ranks(way: str, name: str, tmp_path: Path) -> None:
     """A tree of rows on one rank, a pair or none on another; GptOss has attention of its own."""
-    on_ranks(2, tmp_path, run, "beginnings", name, way, [0, 1])
+    run_on_ranks(tmp_path, "beginnings", name, way, [0, 1])
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", ["BambaForCausalLM", "LlamaForCausalLM"])
-@pytest.mark.parametrize("way", ["FSDP2", "DDP"])
+@pytest.mark.parametrize(("way", "name"), mark_slow(["FSDP2", "DDP"], NAMES[:2], ("FSDP2", NAMES[0])))
 def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, run, "answers", name, way, [0, 1])
+    run_on_ranks(tmp_path, "answers", name, way, [0, 1])
 
 
 @pytest.mark.slow
@@ -363,7 +382,9 @@ def test_answers_to_a_prompt_on_ranks(way: str, name: str, tmp_path: Path) -> No
     [*((way, "packed") for way in ON_FOUR), *((next(iter(ON_FOUR)), c) for c in ("beginnings", "answers"))],
 )
 def test_rows_on_four_ranks(way: str, compare: str, tmp_path: Path) -> None:
-    on_ranks(4, tmp_path, run, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1])
+    run_on_ranks(
+        tmp_path, compare, "LlamaForCausalLM", way, SHORT if compare == "packed" else [0, 1], ranks=4
+    )
 
 
 def run_short_documents_of_one_rank(chunk_size: int | None) -> None:
@@ -382,14 +403,15 @@ def run_short_documents_of_one_rank(chunk_size: int | None) -> None:
 @pytest.mark.parametrize("chunk_size", [16, pytest.param(None, marks=pytest.mark.slow)])
 def test_short_documents_of_one_rank_alone(chunk_size: int | None, tmp_path: Path) -> None:
     """Ranks run the model together to find out its sizes."""
+    ModelOfEitherKind("LlamaForCausalLM")
     on_ranks(2, tmp_path, run_short_documents_of_one_rank, chunk_size, timeout=20)
 
 
 def count_gathers(name: str) -> None:
-    """Compare how often a chunk's forward or backward gathers weights, for 20 documents of 10 tokens."""
+    """Compare how often a chunk's forward or backward gathers weights, for 8 documents of 10 tokens."""
     counts, run, run_backward = list[int](), FSDPWeights.run, FSDPWeights.run_backward
     case = ModelOfEitherKind(name)
-    inputs = case.inputs(*packed(list(make_ids(1, 200, seed=dist.get_rank())[0].split(10))))
+    inputs = case.inputs(*packed(list(make_ids(1, 80, seed=dist.get_rank())[0].split(10))))
 
     def counting(method: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -402,14 +424,15 @@ def count_gathers(name: str) -> None:
         model = fully_sharded(case).model
         patch.setattr(FSDPWeights, "run", counting(run))
         patch.setattr(FSDPWeights, "run_backward", counting(run_backward))
-        for chunk_size in (10, 100):  # a document each, or ten side by side
+        for chunk_size in (10, 40):  # a document each, or four side by side
             adjoint.wrap(model, Exact(chunk_size=chunk_size))
             for _ in range(2):  # the first call has the trials of first use
                 counts.append(0)
                 model(**inputs).loss.backward()
-    assert counts[1::2] == [3 * 20 - 1, 2 * 2], counts
+    assert counts[1::2] == [3 * 8 - 1, 2 * 2], counts
 
 
 def test_short_documents_gather_weights_for_each_chunk_alone(tmp_path: Path) -> None:
     """A document by itself gathers them forward, again for its tape, and backward."""
+    ModelOfEitherKind("LlamaForCausalLM")
     on_ranks(2, tmp_path, count_gathers, "LlamaForCausalLM")

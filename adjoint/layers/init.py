@@ -38,6 +38,8 @@ def inverse_softplus_steps(config: StackConfig, like: Tensor) -> Tensor:
     """Return biases whose softplus, the initial step size, is log-uniform in [dt_min, dt_max].
 
     They have the shape of `like`; so channels start with short and long memories."""
+    if like.is_meta:  # a shape alone: operators on it take milliseconds, in each layer
+        return torch.empty_like(like)
     low, high = math.log(config.dt_min), math.log(config.dt_max)
     steps = torch.exp(torch.rand_like(like) * (high - low) + low).clamp(min=config.dt_init_floor)
     return steps + torch.log(-torch.expm1(-steps))

@@ -64,7 +64,8 @@ class StackModules(nn.Module):
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self.reset_parameters(seed)
+        if not self.embedding.weight.is_meta:
+            self.reset_parameters(seed)
 
     @property
     def is_first(self) -> bool:

@@ -101,6 +101,7 @@ def test_the_roof_is_what_bounds_the_operation() -> None:
         assert library is not None and library.elements_a_round(0) == 2 * library.elements_a_round(1)
 
 
+@pytest.mark.slow
 def test_the_package_as_it_was_alternates_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_contenders_alternate_and_slow_ones_run_once() -> None:
         )
 
 
+@pytest.mark.slow
 def test_more_threads_are_compared_with_the_first(tmp_path: Path) -> None:
     flags = ["--size", "small", "--repeats", "1", "--op", "rms_norm", "--threads", "1", "2", "--out"]
     options = KERNELS.parse([*flags, str(tmp_path), "--peers", "torch"])

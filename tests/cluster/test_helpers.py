@@ -220,6 +220,7 @@ def test_who_fails_leaves_nobody_waiting(who: Any, name: str, monkeypatch: pytes
 # -------------------------------------------------------------------------------------------------- programs
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [None, 4, 20])
 @pytest.mark.parametrize("chunks", [1, 3, 40])
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nobody_reads_more_than_its_part(tied: bool, read: list[str], tmp_path: Path) -> None:
     """The driver a layer of each kind from each third of the model; a shard its own layers."""
     model = make("Mamba2ForCausalLM", torch.bfloat16, num_hidden_layers=7, tie_word_embeddings=tied)

@@ -95,7 +95,12 @@ def test_gradients_are_those_of_the_call_alone(name: str, context: str) -> None:
     assert errors((unit_loss, got), (unit_loss, expected)).worst < 1e-12
 
 
-@pytest.mark.parametrize("name", CALLS)
+SLOW_CALLS = "wrapped", "logits of Mamba-2"  # beside segments and logits of another model
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_CALLS else ()) for name in CALLS]
+)
 def test_parameters_of_functional_call_get_the_gradients(name: str) -> None:
     """Two calls with parameters of their own, whose backwards follow when both have run."""
     model, arguments = CALLS[name]()

@@ -57,11 +57,11 @@ def test_gradients_are_backpropagations_although_nothing_attends_twice(
     monkeypatch.setattr(chunk_size, "ATTENTION_SHARE", 100.0)
     model = model_of(name)
     batches = []
-    for rows, seqlen, seed in ((2, 61, 0), (1, 47, 1)):
+    for rows, seqlen, seed in ((2, 43, 0), (1, 29, 1)):
         ids = torch.randint(0, 17, (rows, seqlen), generator=torch.Generator().manual_seed(seed))
         inputs = model.inputs(ids, ids.clone().masked_fill(ids % 5 == 0, -100))
         batches.append((inputs, model.results(None, inputs)))
-    for method in METHODS:
+    for method in METHODS if name == "stack" else METHODS[:2]:
         model.results(method, model.inputs(ids[:, :14], ids[:, :14]))  # with what is compared on first use
         for inputs, expected in batches:
             calls.update(computed=0, kept=0)

@@ -212,7 +212,7 @@ def test_losses_and_gradients_of_wrapped_models_are_those_with_all_states(name: 
         assert got["loss"] == expected["loss"]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
+@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.slow), "BambaForCausalLM"])
 def test_a_loss_of_hidden_states(name: str) -> None:
     case = ModelOfEitherKind(name)
     inputs, weights = case.inputs(make_ids(2, 40)), torch.arange(1.0, 41)[:, None]

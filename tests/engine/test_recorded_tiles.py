@@ -32,7 +32,7 @@ from tests.model_helpers import make_model
 
 LENGTH, CHUNK = 27, 8
 # Models, and how: options of their method beside the chunk size.
-QUICK = ["mamba2", "hybrid", "BambaForCausalLM"]
+QUICK = ["hybrid", "BambaForCausalLM"]
 SLOW_STACKS = [name for name in STACKS if name not in QUICK]
 SLOW_CLASSES = [
     *("MambaForCausalLM", "Mamba2ForCausalLM", "JambaForCausalLM", "FalconH1ForCausalLM", "LlamaForCausalLM"),
@@ -43,6 +43,8 @@ SLOW_CLASSES = [
 # Their experts read on the host which tokens they get: such layers run by themselves.
 WITH_EXPERTS = ("JambaForCausalLM", "Qwen3NextForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM")
 
+# A recurrence and attention: what a step needs that is compared several times.
+TWO_LAYERS: dict[str, Any] = {"mixer": ["mamba", "attention"], "n_layer": 2}
 # Of `MAX_PAST_SHARE`, by which some lengths of the past are recorded and some are not.
 PAST_SHARES = {"hybrid": 0.3, "BambaForCausalLM": 0.2}
 
@@ -59,13 +61,14 @@ class Twins:
 
     Args:
         name: as in `ModelOfEitherKind`.
+        config: its options.
         options: of `Exact`.
     """
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, config: dict[str, Any] | None = None, **options: Any) -> None:
         options = {"chunk_size": CHUNK, "segment_layers": 1} | options
         self.methods = Exact(**options), Exact(**options, cuda_graphs=True)
-        self.models = [ModelOfEitherKind(name), ModelOfEitherKind(name)]
+        self.models = [ModelOfEitherKind(name, **config or {}) for _ in range(2)]
         self.models[1].model.load_state_dict(self.models[0].model.state_dict())
         self.step_number = 0
 
@@ -138,7 +141,7 @@ def test_storage_of_the_method(options: dict[str, Any]) -> None:
 
 def test_autocast() -> None:
     """Casts of weights are other tensors in each step, also of a layer that is the only one of its kind."""
-    twins = Twins("hybrid")
+    twins = Twins("hybrid", TWO_LAYERS)
     for model in twins.models:
         model.model.float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -184,7 +187,7 @@ def test_one_recording_serves_all_layers_of_a_kind() -> None:
     assert numbers[0] == numbers[1]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "BambaForCausalLM"])
+@pytest.mark.parametrize("name", ["hybrid", pytest.param("BambaForCausalLM", marks=pytest.mark.slow)])
 def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head's sums are stored once, after all chunks have run forward."""
     stored, store_sums = list[bool](), programs.Programs.store_sums
@@ -194,7 +197,7 @@ def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyP
             stored.append(self.summing.stage.is_loss)
         store_sums(self, *arguments, **options)
 
-    twins = Twins(name)
+    twins = Twins(name, TWO_LAYERS if name == "hybrid" else None)
     for _ in range(4):
         twins.step()
     monkeypatch.setattr(programs.Programs, "store_sums", noting)
@@ -204,7 +207,11 @@ def test_sums_of_a_head_stay_in_the_arena(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [(name, share) for name, some in PAST_SHARES.items() for share in (0.0, some, math.inf)],
+    [
+        pytest.param(name, share, marks=() if (name, share) == ("hybrid", some) else pytest.mark.slow)
+        for name, some in PAST_SHARES.items()
+        for share in (0.0, some, math.inf)
+    ],
 )
 def test_attention_is_recorded_for_each_length_of_its_past(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
@@ -233,7 +240,7 @@ def test_attention_is_recorded_for_each_length_of_its_past(
 def test_kinds_of_tiles_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with more of them than are remembered records no others again; those of another length do."""
     monkeypatch.setattr(programs, "MAX_KINDS", 5)
-    twins, recordings = Twins("hybrid"), []
+    twins, recordings = Twins("hybrid", TWO_LAYERS), []
     for length in (LENGTH, LENGTH, LENGTH, LENGTH, 4, 4, 4):
         twins.step(length=length)
         recordings.append(twins.recorder.recordings)
@@ -260,14 +267,14 @@ def test_keys_that_a_recording_refuses() -> None:
 
 def test_what_changes_between_steps() -> None:
     """Shapes, settings, what is trained, and weights that are other tensors."""
-    twins = Twins("hybrid")
+    twins = Twins("hybrid", TWO_LAYERS)
     for _ in range(2):
         twins.step()
     twins.step(length=29, rows=1)
     twins.step(length=29, rows=1)
     for model in twins.models:
         model.model.layers[0].norm.eps = 0.1
-        model.model.layers[2].mixer.in_proj.weight.requires_grad_(False)
+        model.model.layers[0].mixer.in_proj.weight.requires_grad_(False)
     twins.step()
     twins.step()
     for model in twins.models:
@@ -306,7 +313,7 @@ def test_gradients_are_accumulated_and_a_backward_is_repeated() -> None:
 
 
 def test_states_and_their_gradients() -> None:
-    twins = Twins("hybrid")
+    twins = Twins("hybrid", TWO_LAYERS)
     for _ in range(2):
         twins.step()
     ids = torch.randint(17, (2, 2 * LENGTH), generator=torch.Generator().manual_seed(8))
@@ -324,7 +331,7 @@ def test_states_and_their_gradients() -> None:
 
 def test_steps_without_gradients() -> None:
     """A loss without a backward is recorded, too, and the same after training has begun."""
-    twins = Twins("hybrid")
+    twins = Twins("hybrid", TWO_LAYERS)
     ids = torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(9))
 
     def losses() -> list[torch.Tensor]:

@@ -195,7 +195,8 @@ def check_call(case: ModelOfEitherKind) -> None:
     compare(case, Exact(7))
 
 
-@pytest.mark.parametrize("name", ["mamba2", pytest.param("Mamba2ForCausalLM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "Mamba2ForCausalLM"])
 def test_processes_that_were_started_apart_agree(name: str, tmp_path: Path) -> None:
     on_ranks(2, tmp_path, check_call, ModelOfEitherKind(name), start="spawn")
 

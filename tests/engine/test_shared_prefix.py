@@ -270,7 +270,7 @@ def packed() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:position_ids restart")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["hybrid", "LlamaForCausalLM", "BambaForCausalLM"])
 @pytest.mark.parametrize("labelled", [True, False])
 def test_packed_documents_that_begin_alike_share(name: str, labelled: bool, computed: list[int]) -> None:

@@ -248,7 +248,7 @@ def test_documents() -> None:
     assert ends[0].item() == pytest.approx(ends[1].item(), rel=1e-13)
 
 
-@pytest.mark.parametrize("name", [BAMBA, MAMBA])
+@pytest.mark.parametrize("name", [BAMBA, pytest.param(MAMBA, marks=pytest.mark.slow)])
 def test_a_run_resumes_bitwise(name: str) -> None:
     """Two steps of two segments each; weights and the cache are saved after the first, and loaded."""
     ids = tokens(4 * SEGMENT)
@@ -381,7 +381,7 @@ def test_three_calls_by_each_method(method: Any) -> None:
     assert_exact((loss.detach(), current_gradients(wrapped)), (expected.detach(), current_gradients(model)))
 
 
-@pytest.mark.parametrize("name", [BAMBA, LLAMA])
+@pytest.mark.parametrize("name", [BAMBA, pytest.param(LLAMA, marks=pytest.mark.slow)])
 def test_backwards_as_torch_has_them(name: str) -> None:
     """A graph that is retained gives the same gradients twice; one that is freed is refused by torch."""
     wrapped, ids = wrapped_copy(make(name)), tokens(CUTS[-1])

@@ -81,6 +81,7 @@ def test_gradient_checkpointing_with_adapters(
 # ------------------------------------------------------------------------------------- steps without labels
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("items", [0, torch.tensor(0), None])
 @pytest.mark.parametrize("method", METHODS, ids=["Exact", "MiniSequence"])
 def test_a_step_without_labels_changes_no_weight(method: Any, items: Any) -> None:

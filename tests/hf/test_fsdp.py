@@ -743,7 +743,10 @@ def without_labels(rank: int, name: str, training: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "training"),
-    [pytest.param(BAMBA, False, marks=pytest.mark.slow), (LLAMA, False), (LLAMA, True)],
+    [
+        (LLAMA, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((BAMBA, False), (LLAMA, True))),
+    ],
 )
 def test_calls_without_labels_are_those_of_one_process(name: str, training: bool, peer: Any) -> None:
     on_both(peer, "without_labels", name, training)

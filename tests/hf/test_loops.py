@@ -29,7 +29,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 50
+STEPS = 24
 TRAINING: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "logging_steps": 1}
 TRAINING |= {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "seed": 3}
 METHOD = adjoint.Exact(chunk_size=16)
@@ -79,7 +79,7 @@ def logged(trainer: Any, key: str) -> Tensor:
 
 
 def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
-    """The Trainer after 50 steps of ragged batches."""
+    """Return the Trainer after `STEPS` steps of ragged batches."""
     arguments = transformers.TrainingArguments(
         str(folder),
         gradient_accumulation_steps=2,
@@ -87,7 +87,7 @@ def with_trainer(model: Any, folder: Path, resume: Path | None = None) -> Any:
         eval_strategy="steps",
         eval_steps=STEPS // 2,
         save_steps=STEPS // 2,
-        **TRAINING,
+        **TRAINING | {"learning_rate": 4e-3},
     )
     rows = [{"input_ids": ids} for ids in documents(72)]
     trainer = transformers.Trainer(

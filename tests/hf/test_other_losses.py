@@ -74,7 +74,11 @@ def test_the_routers_loss(name: str, method: Any, inputs: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs"), [(MIXTRAL, BATCH), (QWEN, WITHOUT_MASK), ("JetMoeForCausalLM", PADDED_LEFT)]
+    ("name", "inputs"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MIXTRAL, BATCH), (QWEN, WITHOUT_MASK))),
+        ("JetMoeForCausalLM", PADDED_LEFT),
+    ],
 )
 def test_a_routers_loss_above_the_backbone(name: str, inputs: dict[str, Any]) -> None:
     """Trainers that fuse the head with their own loss compute the routers' loss above the backbone."""

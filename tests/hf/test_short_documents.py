@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_each_document(rows: int, name: str, com
     assert all(tokens <= 30 for tokens in computed), computed
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("rows", "name"), list(itertools.product((1, 2), NAMES)))
 def test_hidden_states_are_those_of_each_document(rows: int, name: str, computed: list[int]) -> None:
     model, (inputs, _) = make(name), packed(rows)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import adjoint
 from tests.hf.hf_models import VOCAB, float64_throughout, make
 
-CHUNK = 16
+CHUNK = 32  # two to four of each row
 CLIP = 0.35  # between the norms of three steps
 METHOD = adjoint.Exact(chunk_size=CHUNK)
 # Numbers of (processes, replicas, shards); the ranks that share sequences are the rest.

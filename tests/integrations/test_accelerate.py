@@ -104,8 +104,17 @@ def assert_same(
         assert (result["weights"][name] - weight).abs().max() <= tolerance * max(1, weight.abs().max()), name
 
 
-@pytest.mark.sampled(13)  # each kind, model and layout once
-@pytest.mark.parametrize(("kind", "model", "layout"), [*itertools.product(KINDS, MODELS, HELD)])
+# With the Trainer's checkpoint below, each kind, model and layout once.
+QUICK_RUNS = ("sft", MODELS[1], "cp2-shard2"), ("accelerator", MODELS[2], "cp2-replicate2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "layout"),
+    [
+        pytest.param(*run, marks=() if run in QUICK_RUNS else pytest.mark.slow)
+        for run in itertools.product(KINDS, MODELS, HELD)
+    ],
+)
 def test_runs_are_those_of_one_process(kind: str, model: str, layout: str, results: RunCase) -> None:
     case = Case(kind, model, layout, **HELD[layout])
     assert_same(results(case), results(on_one_process(case)))

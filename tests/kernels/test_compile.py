@@ -38,7 +38,7 @@ def all_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[
     return torch.autograd.grad(sum((y * y).sum() for y in outputs), inputs)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize(
     "name, options",
     [*((name, {}) for name in OPERATIONS), *((name, {"window": 4, "halo": 2}) for name in SCANS)],

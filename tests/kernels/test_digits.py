@@ -156,6 +156,7 @@ def assert_same_digits(f: Operation, inputs: list[Tensor], backend: str, rtol: f
 
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rate", [1e-3, 1e-5])
 @pytest.mark.parametrize("d_state", [3, 16])
 def test_decays_near_1_over_many_tokens(d_state: int, rate: float, backend: str) -> None:
@@ -258,7 +259,14 @@ LASTING["slow dplr_delta_rule"] = 1 << 17, 2e-6
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes under the interpreter")
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "reference" else ())
+        for name in BACKENDS
+        if name != "triton"
+    ],
+)
 @pytest.mark.parametrize("name", LASTING)
 def test_states_that_last(name: str, backend: str) -> None:
     """Each rounding of a state without decay stays in it: as many as there are tokens, or blocks."""

@@ -136,14 +136,14 @@ VALUES = [
 ]
 
 
-@pytest.mark.sampled(10 if INTERPRETED else 1)
+@pytest.mark.sampled(10 if INTERPRETED else 3)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(VALUES, longest=20))
 def test_values_and_gradients(case: Case) -> None:
     check(case, "float32" if INTERPRETED else "float64")
 
 
-@pytest.mark.sampled(16 if INTERPRETED else 5)
+@pytest.mark.sampled(16 if INTERPRETED else 7)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(VALUES, longest=20))
 def test_values_and_gradients_in_the_other_precision(case: Case) -> None:
@@ -172,7 +172,7 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.sampled(29 if INTERPRETED else 5)
+@pytest.mark.sampled(29 if INTERPRETED else 11)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("case", backends_of(WINDOWS, longest=13))
 def test_windows_and_halos(case: Case) -> None:
@@ -326,7 +326,7 @@ APART = [
 APART.append({**make_case("ssd_scan", sum(LENGTHS["ssd_scan"]), d=8, n=16, h=1), "window": None, "halo": 0})
 
 
-@pytest.mark.sampled(53 if INTERPRETED else 5)
+@pytest.mark.sampled(53 if INTERPRETED else 7)
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("case", backends_of(APART, longest=40))

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="this process interprets ker
 NAMES = "operations", "norm", "trial", "digits"
 FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in NAMES]
 PARTS = ["selective_scan", "ssd_scan", "not selective_scan and not ssd_scan"]
-LONG = "(dplr_delta_rule or many_small_summands and selective_scan)"  # takes as long as all others
+# These take twice as long as all others.
+LONG = "(dplr_delta_rule or selective_scan and (many_small_summands or apart or windows_and_halos))"
 # of digits; others take long
 DIGITS = "(not test_digits or (rms_norm or selective or chunks or linear) and not many_tokens)"
 

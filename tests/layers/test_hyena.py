@@ -74,7 +74,7 @@ def gradients_by_fft(model: Stack, ids: Tensor) -> tuple[Tensor, dict[str, Tenso
 
 @pytest.mark.parametrize(
     ("chunk_size", "seqlen", "batch", "seed"),
-    [(1, 143, 2, 0), (7, 263, 3, 1), (128, 263, 2, 2), (128, 517, 1, 3), (1000, 2003, 2, 4)],
+    [(1, 47, 2, 0), (7, 263, 3, 1), (128, 263, 2, 2), (128, 517, 1, 3), (1000, 2003, 2, 4)],
 )
 def test_gradients_are_those_of_the_fft_convolution(
     chunk_size: int, seqlen: int, batch: int, seed: int

@@ -305,6 +305,7 @@ def test_mamba3_of_steps_that_vanish_or_wipe_out_stays_finite(variant: str) -> N
 # --------------------------------------------------------------------------------------- workers and planning
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("variant", [kind for kind in MIXERS if kind not in WINDOWED])
 def test_windows_are_refused(variant: str) -> None:
     model, ids = make_model(variant), make_ids(2, 20)

@@ -80,7 +80,7 @@ def test_backprop_recomputes_nothing_and_exact_all_but_a_chunk() -> None:
     assert seconds(Truncated("auto", 256)) == pytest.approx(seconds(Truncated(256, 256)))
 
 
-@pytest.mark.parametrize("segments", [{}, {"segment_layers": 1}])
+@pytest.mark.parametrize("segments", [pytest.param({}, marks=pytest.mark.slow), {"segment_layers": 1}])
 def test_a_budget_saves_the_time_of_chunks_that_keep_their_tapes(segments: dict[str, int]) -> None:
     """A step goes from its time without a budget, with no room, to backpropagation's, with room for all."""
     config, forward = StackConfig(n_layer=2), 2 * 4096 * 1e-3

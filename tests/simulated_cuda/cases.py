@@ -159,10 +159,8 @@ def groups() -> dict[str, dict[str, Case]]:
         "replayed": {"hybrid, replayed": (stack(["mamba2"] * 3 + ["attention"]), SEGMENTS, {})},
         "wrapped replayed": {"Bamba, replayed": (pretrained("Bamba"), SEGMENTS, {})},
         "stored": {"stored tensors": (stack("mamba"), EXACT, {})},
-        "threads": {
-            "mamba, threads": (stack("mamba"), adjoint.Exact(32), {}),
-            "Llama, threads": (pretrained("Llama"), adjoint.Exact(32), {}),
-        },
+        "threads": {"mamba, threads": (stack("mamba"), adjoint.Exact(32), {})},
+        "wrapped threads": {"Llama, threads": (pretrained("Llama"), adjoint.Exact(32), {})},
         "wrapped sequence group": {
             f"Bamba, {name}, shared": (pretrained("Bamba"), METHODS[name], {"shared": True})
             for name in ("exact", "offloaded edges")
@@ -544,6 +542,7 @@ def main(names: Sequence[str]) -> None:
         "replayed": replayed,
         "wrapped replayed": replayed,
         "threads": two_threads,
+        "wrapped threads": two_threads,
     }
     found: dict[str, Any] = {}
     step(stack("mamba"), EXACT, 1, 1, chunk=32)  # the first of a process also tries what its kernels can do

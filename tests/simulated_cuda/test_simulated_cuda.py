@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = "core", "stored", "captured", "threads"
 SLOW = "host weights", "sequence group", "layer inputs", "quick", "long", "layers", "slow", "wrapped"
 SLOW += ("wrapped layers", "wrapped host weights", "wrapped sequence group", "wrapped captured")
-SLOW += ("offloaded sequence group", "replayed", "wrapped replayed")
+SLOW += ("offloaded sequence group", "replayed", "wrapped replayed", "wrapped threads")
 # Operators and our kernels' launches that a layer adds to a chunk of `Exact`: forward, again, and backward.
 HELD = {
     "mamba, a layer": (77, 15),
@@ -143,7 +143,7 @@ def test_copies_of_stored_tensors_race_with_nothing() -> None:
     assert counts["waits"] == counts["event_waits"] == {}
 
 
-@pytest.mark.parametrize("group, case", of("threads"))
+@pytest.mark.parametrize("group, case", of("threads", "wrapped threads"))
 def test_a_thread_that_waits_for_the_model_holds_up_none(group: str, case: str) -> None:
     """Autograd's thread of the device waits for a model that a thread holds, which runs backwards itself."""
     assert result(group, case)["ended"] == ["backward", "call"]

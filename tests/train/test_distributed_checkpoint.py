@@ -118,7 +118,7 @@ def test_a_training_loops_folder_fills_a_model_and_its_optimizer(
             assert torch.equal(optimizer.state[parameter][key], tensor), (name, key)
 
 
-@pytest.mark.parametrize("layout", ["nested", "torchtitan"])
+@pytest.mark.parametrize("layout", ["nested", pytest.param("torchtitan", marks=pytest.mark.slow)])
 def test_runs_go_on_from_a_training_loops_folder_whatever_their_layout(
     layout: str, foreign: Path, base: Path, tmp_path: Path
 ) -> None:
@@ -181,7 +181,7 @@ def test_an_exported_run_is_read_by_a_training_loop_with_fsdp(base: Path, tmp_pa
     on_ranks(3, tmp_path, load_by_fsdp, base, tmp_path / "dcp", checkpoint)
 
 
-@pytest.mark.parametrize("place", ["folder", "memory://bucket/dcp"])
+@pytest.mark.parametrize("place", [pytest.param("folder", marks=pytest.mark.slow), "memory://bucket/dcp"])
 def test_a_run_goes_on_from_its_exported_folder_bit_for_bit(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -678,7 +678,7 @@ def test_what_is_copied_beside_shards_and_tied_tensors(with_tower: Path, tmp_pat
     assert config["architectures"] == ["Qwen3_5ForCausalLM"]  # one tensor is not there, so it stays
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "compare"])
+@pytest.mark.parametrize("command", ["train", pytest.param("eval", marks=pytest.mark.slow), "compare"])
 def test_experts_compute_in_float64(tmp_path: Path, command: str) -> None:
     """Their usual products, `torch.nn.functional.grouped_mm`, do not take it."""
     make = pytest.importorskip("tests.hf.hf_models").make

@@ -453,7 +453,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     assert metrics(tmp_path / "run")[-1]["step"] == 5
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_accumulated_gradients_are_those_of_one_larger_batch(tmp_path: Path, packed: bool) -> None:
     """Of packed documents rows predict more tokens or fewer."""
     flags = {"training__precision": "float64", "training__steps": 3}
