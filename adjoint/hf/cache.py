@@ -637,7 +637,7 @@ class _FLAInterface:
 
     A layer with a single recurrent state or convolution's tail has it as a tensor, others have tuples."""
 
-    layers: list[RecurrentLayer]  # of attention the mixers of `kernels.fla_mixers` take care
+    layers: list[RecurrentLayer]  # of attention the mixers of `kernels.mixers` take care
 
     def __len__(self) -> int:
         return len(self.layers)
