@@ -100,13 +100,14 @@ def root_of(model: nn.Module) -> nn.Module:
     return model if outer_model is None else outer_model
 
 
-@contextlib.contextmanager
-def calling_original_forwards(model: nn.Module) -> Iterator[None]:
+def calling_original_forwards(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let calls of a wrapped model, and of its backbone, run transformers' own forward."""
-    with contextlib.ExitStack() as stack:
-        if (wrap_state := vars(model).get("_adjoint")) is not None:
-            stack.callback(override_attribute(wrap_state, "uses_original_forward", True))
-        yield
+    wrap_state = vars(model).get("_adjoint")
+    return (
+        contextlib.nullcontext()
+        if wrap_state is None
+        else overridden(wrap_state, "uses_original_forward", True)
+    )
 
 
 def current_holding(model: nn.Module) -> Holding:
@@ -189,6 +190,16 @@ def override_attribute(holder: object, attribute: str, value: object) -> Callabl
     else:
         entries[attribute] = value
     return undo
+
+
+@contextlib.contextmanager
+def overridden(holder: object, attribute: str, value: object) -> Iterator[None]:
+    """Do what `override_attribute` does, for the time of the context."""
+    undo = override_attribute(holder, attribute, value)
+    try:
+        yield
+    finally:
+        undo()
 
 
 @contextlib.contextmanager

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX, Batch
+from adjoint.engine.executor import RECOMPUTE_RTOL
 from adjoint.engine.hidden_states import CollectHiddenStates, hidden_by_chunks
+from adjoint.engine.leaves import ChunkChangedError
 from adjoint.hf import check
 from adjoint.hf.call import WEIGHTS, Call
 from adjoint.hf.chunk_context import ChunkRandomness
@@ -24,10 +28,9 @@ from adjoint.hf.head import logprobs, run_checkpointed, scaled_logits, vocab_siz
 from adjoint.hf.hf_model import HFModel, backward_context
 from adjoint.hf.model_parts import current_weights_type
 from adjoint.hf.stage import Backbone, CallContext, make_step
-from adjoint.hf.two_passes import refuse_other_values, two_passes
 from adjoint.hf.verify.first_use import Verification, verify
-from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest
-from adjoint.kernels.checks import accumulate_dtype
+from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, wrap_state_or_original
+from adjoint.kernels.checks import accumulate_dtype, differentiable_once
 from adjoint.layers import State
 from adjoint.loss import tokens_per_slice
 
@@ -82,20 +85,11 @@ def token_values(call: Call, request: ValueRequest) -> Tensor:
         check.refuse(call.model, f"{check.ROUTER_LOGITS}: log-probabilities come without the routers' loss")
     if not current_weights_type(call.model).is_gathered:
         return _differentiable_values(call, verification, request)
-    model, wrap_state = call.model, verification.wrap_state
-    before = (randomness := ChunkRandomness(model)).states()
-    with torch.no_grad():
-        values = _differentiable_values(call, verification, request)
-    if not torch.is_grad_enabled():
-        return values
-
-    def second_pass(cotangents: Tensor) -> None:
-        with torch.enable_grad(), wrap_state.during_call(lambda: None), randomness.again(before):
-            loss = _weighted_sum(call, verify(call), request, cotangents)
-        refuse_other_values(loss.detach(), values * cotangents)
-        loss.backward()
-
-    return two_passes(values, second_pass)
+    return two_passes(
+        call.model,
+        lambda: _differentiable_values(call, verification, request),
+        lambda weights: _weighted_sum(call, verify(call), request, weights),
+    )
 
 
 def _differentiable_values(call: Call, verification: Verification, request: ValueRequest) -> Tensor:
@@ -135,6 +129,82 @@ def _stage_of(
     )
     stage.request = request
     return stage
+
+
+# ------------------------------------------------------------------------------------------------ two passes
+
+
+def two_passes(
+    model: PreTrainedModel, compute: Callable[[], Tensor], weighted_sum: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return values of a model that runs by chunks; their gradient takes a second pass.
+
+    Args:
+        compute: returns the values; it runs without gradients.
+        weighted_sum: returns the sum of the values times weights, differentiable. It runs at the end of the
+            backward, when the cotangents are known, as FSDP's hooks do not work inside of one.
+
+    Raises:
+        ChunkChangedError: in the backward, the second pass has other values.
+    """
+    before = (randomness := ChunkRandomness(model)).states()
+    with torch.no_grad():
+        values = compute()
+    if not torch.is_grad_enabled():
+        return values
+    kind, anchor = values.device.type, torch.zeros((), requires_grad=True)
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    in_call = functools.partial(wrap_state_or_original(model).during_call, lambda: None)
+
+    def second_pass(cotangents: Tensor) -> None:
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            with torch.enable_grad(), in_call(), randomness.again(before):
+                loss = weighted_sum(cotangents)
+            _refuse_other_values(loss.detach(), values * cotangents)
+            loss.backward()
+
+    result: Tensor = _TwoPasses.apply(values, anchor, second_pass)
+    return result
+
+
+class _TwoPassesContext(Protocol):
+    """The values that `_TwoPasses` keeps from its forward for its backward."""
+
+    second_pass: Callable[[Tensor], None]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _TwoPasses(torch.autograd.Function):
+    """The node of `two_passes`."""
+
+    @staticmethod
+    def forward(
+        ctx: _TwoPassesContext, values: Tensor, anchor: Tensor, second_pass: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.second_pass = second_pass
+        ctx.save_for_backward(anchor)  # so that torch refuses a second backward through a graph that is freed
+        return values.clone()
+
+    @staticmethod
+    @differentiable_once("token_logprobs")
+    def backward(ctx: _TwoPassesContext, cotangents: Tensor) -> tuple[None, None, None]:
+        _, second_pass = ctx.saved_tensors, ctx.second_pass
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: second_pass(cotangents))
+        return None, None, None
+
+
+def _refuse_other_values(loss: Tensor, terms: Tensor) -> None:
+    """Raise ChunkChangedError unless the second pass's loss is the sum of the first one's terms."""
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(terms.device.type) else terms.dtype
+    size = terms.abs().sum()
+    if bool((loss - terms.sum()).abs() > max(RECOMPUTE_RTOL[dtype], 1e-4) * size):
+        raise ChunkChangedError(
+            f"the weighted log-probabilities summed to {float(terms.sum()):.6g} in the forward and to "
+            f"{float(loss):.6g} when they were computed again for the backward: weights or settings of the "
+            "model have changed in between"
+        )
 
 
 # -------------------------------------------------------------------------------------------------- the head
