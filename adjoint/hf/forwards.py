@@ -44,6 +44,7 @@ from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.hf_model import HFModel, announce
+from adjoint.hf.loss_terms import RouterLogits, RouterLoss
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
@@ -67,7 +68,6 @@ from adjoint.hf.outputs import (
     defers_logits,
     without_graph,
 )
-from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens
 from adjoint.hf.snapshot import WRAPS, Snapshot
 from adjoint.hf.stage import CausalLM

@@ -46,6 +46,7 @@ from adjoint.hf.call import LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, Call
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.loss_terms import router_loss_coefficient
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     backbone_of,
@@ -60,7 +61,6 @@ from adjoint.hf.model_parts import (
     root_of,
 )
 from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
-from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import StageParts, find_slots
 from adjoint.hf.transformers_api import FALLBACK_LOGGER, install_output_hooks
