@@ -215,13 +215,8 @@ class Backbone(Stage):
         context: properties of the call that all of its chunks share.
     """
 
-    stateful: ClassVar[bool] = True
-    takes_state_handoff: ClassVar[bool] = True
-    is_many_layers: ClassVar[bool] = True
-    reach: ClassVar[int] = 0
+    stateful = takes_state_handoff = is_many_layers = True
     precisions: ClassVar[frozenset[torch.dtype]] = frozenset()
-    grows: tuple[int | None, ...] = ()
-    fetches: bool = False
 
     def __init__(
         self,
@@ -554,7 +549,7 @@ class CausalLM(Backbone):
 class LossHead(Stage):
     """The head of `lm`, where its layers are other stages: hidden states → the chunk's summed loss."""
 
-    is_loss: ClassVar[bool] = True
+    is_loss = True
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm
