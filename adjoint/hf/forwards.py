@@ -28,7 +28,7 @@ from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import Refused
 from adjoint.errors import LOGGER, is_from_user_code
 from adjoint.hf import check, mini_sequence
-from adjoint.hf.agreed_calls import agree_on_call
+from adjoint.hf.agreed_calls import agree_on_call, refuse_different_parts
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import (
     cache_of_state,
@@ -75,7 +75,6 @@ from adjoint.hf.token_values import token_values
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.verify.first_use import (
     Verification,
-    refuse_different_parts,
     refuse_documents_that_mix,
     refuse_unknown_inputs,
     verification_of,

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX
-from adjoint.hf import check
 from adjoint.hf.model_parts import current_weights_type
 from adjoint.hf.token_values import VALUES
 from adjoint.hf.transformers_api import ModelOutput
@@ -81,8 +80,6 @@ def _forward_by_chunks(
         if not fused_lm_head or not _runs_by_chunks(self, wrap_state):
             counts = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             return fused(*args, fused_lm_head=fused_lm_head, **counts, **kwargs)
-        if getattr(self.config.get_text_config(), "output_router_logits", False):
-            check.refuse(self, "output_router_logits: log-probabilities come without the routers' loss")
         with wrap_state.asking(request):
             output = forward_of_model(*args, **{**kwargs, "use_cache": False})
         values: Tensor = output.last_hidden_state

@@ -11,10 +11,10 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel
 
 from adjoint.batch import IGNORE_INDEX, Batch
@@ -80,9 +80,9 @@ def token_values(call: Call, request: ValueRequest) -> Tensor:
     Raises:
         Refused: chunks change the model's result, or ranks cannot share it.
     """
-    verification = verify(call)
     if call.kind.routed:
         check.refuse(call.model, f"{check.ROUTER_LOGITS}: log-probabilities come without the routers' loss")
+    verification = verify(call)
     if not current_weights_type(call.model).is_gathered:
         return _differentiable_values(call, verification, request)
     return two_passes(
@@ -167,13 +167,11 @@ def two_passes(
     return result
 
 
-class _TwoPassesContext(Protocol):
+class _TwoPassesContext(FunctionCtx):
     """The values that `_TwoPasses` keeps from its forward for its backward."""
 
     second_pass: Callable[[Tensor], None]
     saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 class _TwoPasses(torch.autograd.Function):

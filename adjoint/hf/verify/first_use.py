@@ -41,8 +41,9 @@ from adjoint.engine.verification import (
 )
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
+from adjoint.hf.agreed_calls import refuse_different_parts
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
+from adjoint.hf.call import REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
@@ -54,7 +55,6 @@ from adjoint.hf.model_parts import (
     current_holding,
     current_weights,
     current_weights_type,
-    forward_parameters,
     is_of_library,
     layers_of,
     original_class,
@@ -88,9 +88,7 @@ from adjoint.kernels import dispatch
 from adjoint.kernels.checks import outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import Holding
-from adjoint.parallel.agreement import describe, digest, refuse_different_models
 from adjoint.parallel.context import ranks_of
-from adjoint.parallel.split_tensors import local
 
 T = TypeVar("T")
 # States of a model whose verification is remembered, such as adapters that take turns.
@@ -348,29 +346,6 @@ def verify(call: Call) -> Verification:
             else:  # for another rank
                 verification.without_traces(keeps_documents_apart, model, ("position_ids",), False)
     return verification
-
-
-def refuse_different_parts(call: Call, holding: Holding) -> None:
-    """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
-
-    Their collectives would not meet, or add up parts of different tokens."""
-    if not (groups := holding.tensor_parallel_groups):
-        return
-    model = call.model
-    described_call: list[tuple[str, Hashable]] = [
-        ("the method", repr(wrap_state_or_original(model).method)),
-        ("whether gradients are on", torch.is_grad_enabled()),
-    ]
-    argument_names = {*forward_parameters(model), *SUPPORTED_INPUTS, *LABEL_INPUTS, *call.arguments}
-    for name in ("input_ids", *sorted(argument_names - {"input_ids"})):  # some another rank alone may give
-        value = call.arguments.get(name)
-        if isinstance(value, torch.Tensor):
-            described_call.append((name, (*value.shape, digest([local(value)]))))
-        else:
-            described_call.append((name, describe(value)))
-    for group in groups:
-        subject = f"{original_class(model).__name__} under tensor parallelism"
-        refuse_different_models(model.named_modules(), group, device_of(model), subject, described_call)
 
 
 def _padding_key(kind: CallKind) -> tuple[str, CallKind]:
