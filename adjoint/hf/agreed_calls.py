@@ -91,8 +91,6 @@ def refuse_different_parts(call: Call, holding: Holding) -> None:
     """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
 
     Their collectives would not meet, or add up parts of different tokens."""
-    if not (groups := holding.tensor_parallel_groups):
-        return
     model = call.model
     described_call: list[tuple[str, Hashable]] = [
         ("the method", repr(wrap_state_or_original(model).method)),
@@ -105,7 +103,7 @@ def refuse_different_parts(call: Call, holding: Holding) -> None:
             described_call.append((name, (*value.shape, agreement.digest([local(value)]))))
         else:
             described_call.append((name, agreement.describe(value)))
-    for group in groups:
+    for group in holding.tensor_parallel_groups:
         subject = f"{original_class(model).__name__} under tensor parallelism"
         agreement.refuse_different_models(
             model.named_modules(), group, device_of(model), subject, described_call

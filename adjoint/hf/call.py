@@ -21,7 +21,8 @@ from adjoint.batch import IGNORE_INDEX, Batch, are_values_unknown, divisor_of, s
 from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache
-from adjoint.hf.documents import (
+from adjoint.hf.chunking import (
+    TOKEN_TYPES,
     Starts,
     document_starts,
     expand_to_rows,
@@ -63,8 +64,7 @@ HEAD_ARGUMENTS = (*LABEL_INPUTS, "num_items_in_batch", "logits_to_keep", "return
 WEIGHTS = f"{PREFIX}weights"
 # Name of the mask among them, (batch, tokens), nonzero for tokens that count in a routers' loss.
 TOKEN_MASK = "attention_mask"
-# Inputs with a value per token, beside ids or embeddings; some models make masks of the first two.
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# Inputs with a value per token, beside ids or embeddings.
 TOKEN_INPUTS = (*TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",

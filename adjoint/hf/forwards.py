@@ -227,7 +227,7 @@ def _without_unread_count(call: Call) -> Call:
     if name not in call.provided:
         return call
     verification, key = verification_of(call.model), ("ignored", name, True)
-    if key not in verification.results:
+    if key not in verification.results and verification.holding.tensor_parallel_groups:
         refuse_different_parts(call, verification.holding)  # a rank without it would not try it
     if not verification.compute_once(key, ignores_input, call.model, name, True):
         return call

@@ -295,7 +295,8 @@ def verify(call: Call) -> Verification:
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model, rests=True)
-    refuse_different_parts(call, verification.holding)
+    if verification.holding.tensor_parallel_groups:
+        refuse_different_parts(call, verification.holding)
     refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
@@ -364,7 +365,8 @@ def verify_pieces(call: Call) -> Verification:
     check.refuse_unreadable_weights(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
-    refuse_different_parts(call, verification.holding)
+    if verification.holding.tensor_parallel_groups:
+        refuse_different_parts(call, verification.holding)
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)
