@@ -181,7 +181,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "documents-disagree": Mutation(
         "inputs that describe different documents are refused",
-        "hf/documents.py",
+        "hf/chunking.py",
         "if not torch.equal(other_starts, is_start):",
         "if False:",
         f"{PROMISES}test_an_input_that_is_refused",

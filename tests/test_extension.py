@@ -56,8 +56,8 @@ def train(model: Any, ids: Tensor, method: Any) -> tuple[float, dict[str, Tensor
 class LeakyIntegrator(Stage):
     """h_t = a ⊙ h_{t−1} + W x_t, y_t = x_t + h_t: from hidden states (batch, tokens, width) to such."""
 
-    stateful: ClassVar[bool] = True
-    grows: ClassVar[tuple[None]] = (None,)  # the state is replaced, not appended to
+    stateful = True
+    grows = (None,)  # the state is replaced, not appended to
 
     def __init__(self, layer: nn.Linear, decay: nn.Parameter) -> None:
         self.layer, self.decay = layer, decay

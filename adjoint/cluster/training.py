@@ -116,7 +116,7 @@ def described_model(config: Config, folder: Path | None) -> tuple[ShardedModel, 
         with torch.device("meta"):
             StackLM.from_config(config)  # it is checked, and draws its seed, as in one process
         return ShardedStack(config.model), None
-    from adjoint.hf.sharded_pretrained import ShardedPretrained
+    from adjoint.hf.split import ShardedPretrained
     from adjoint.plan.outline import described_by_files
     from adjoint.train.pretrained import described
 

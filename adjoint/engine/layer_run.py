@@ -26,32 +26,15 @@ class LayerRun(Stage):
     Its layers run one after the other, so it takes `Handoff`s; for a stage that does not, it receives and
     sends the states itself."""
 
+    takes_state_handoff = is_many_layers = True
+
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
-        self._grows = tuple(dim for stage in stages for dim in stage.grows)
-        self._stateful = any(stage.stateful for stage in stages)
+        self.grows = tuple(dim for stage in stages for dim in stage.grows)
+        self.stateful = any(stage.stateful for stage in stages)
+        self.fetches = any(stage.fetches for stage in stages)
         last = max((i for i, stage in enumerate(stages) if stage.stateful), default=-1)
         self._up_to_last_state = stages[: last + 1]
-
-    @property
-    def stateful(self) -> bool:
-        return self._stateful
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self._grows
-
-    @property
-    def takes_state_handoff(self) -> bool:
-        return True
-
-    @property
-    def is_many_layers(self) -> bool:
-        return True
-
-    @property
-    def fetches(self) -> bool:
-        return any(stage.fetches for stage in self.stages)
 
     @property
     def reads_only_listed(self) -> bool:

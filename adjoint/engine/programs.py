@@ -880,24 +880,8 @@ class Replayed(StageAround):
     # ---------------------------------------------------------------------------- what the stage itself says
 
     @property
-    def stateful(self) -> bool:
-        return self.stage.stateful
-
-    @property
-    def reach(self) -> int:
-        return self.stage.reach
-
-    @property
     def takes_state_handoff(self) -> bool:
         return self.stage.takes_state_handoff
-
-    @property
-    def is_many_layers(self) -> bool:
-        return self.stage.is_many_layers
-
-    @property
-    def is_loss(self) -> bool:
-        return self.stage.is_loss
 
     def parts(self, state: State) -> list[tuple[Stage, State]]:
         return self.stage.parts(state)

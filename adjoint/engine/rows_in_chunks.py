@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,13 +27,10 @@ class RowsInChunks(StageAround):
         rows_at: number of rows of the chunk that begins at a token.
     """
 
-    is_many_layers: ClassVar[bool] = True
-    is_loss: ClassVar[bool] = True
-    fetches: ClassVar[bool] = False
-    grows: ClassVar[tuple[int | None, ...]] = ()  # each chunk's rows begin their documents
-
     def __init__(self, stage: Stage, one_row: State, rows_at: Mapping[int, int]) -> None:
         super().__init__(stage)
+        self.stateful, self.grows = False, ()  # each chunk's rows begin their documents
+        self.is_many_layers, self.is_loss, self.fetches = True, True, False
         self.one_row, self.rows_at = one_row, rows_at
 
     def running(self) -> contextlib.AbstractContextManager[object]:

@@ -503,13 +503,20 @@ def stored_states(grid: Grid, program: Iterable[Action]) -> collections.Counter[
     return most
 
 
+def tiles_of(action: Action) -> Sequence[Tile]:
+    """Return the tiles that an action computes."""
+    if isinstance(action, HelperTasks):
+        return [t for unit in action.units for t in unit]
+    return [action.tile] if isinstance(action, Run) else []
+
+
 def keys_of(grid: Grid, action: Action) -> tuple[list[Key], list[Key]]:
     """Return the keys that an action reads, and those that it writes, in its worker's store."""
     if isinstance(action, Send):
         return [action.key], []
     if isinstance(action, Recv):
         return [], [action.key]
-    tiles = [action.tile] if isinstance(action, Run) else [t for unit in action.units for t in unit]
+    tiles = [action.tile] if isinstance(action, Run) else tiles_of(action)
     return [key for t in tiles for key in grid.reads(t)], [key for t in tiles for key in grid.writes(t)]
 
 
@@ -554,27 +561,19 @@ def add_helper_tasks(schedule: Schedule, shards: Sequence[int], helpers: Sequenc
     for shard in set(helpers):
         workers, program = 1 + list(helpers).count(shard), programs[shard]
         layers = [k for k in range(2, top) if shards[k] == shard]
-        backward_tiles = {
-            k: [a.tile for a in program if isinstance(a, Run) and _in_backward(a.tile, k)] for k in layers
-        }
+        backward_tiles, remaining = {k: list[Tile]() for k in layers}, list[Action]()
+        for action in program:
+            if isinstance(action, Run) and not action.tile.is_forward and action.tile.stage in backward_tiles:
+                backward_tiles[action.tile.stage].append(action.tile)
+            else:
+                remaining.append(action)
         units = [
             unit
-            for k in layers
-            for unit in _units(grid, k, backward_tiles[k], -(-UNITS_EACH * workers // len(layers)))
-        ]
-        remaining = [
-            a
-            for a in program
-            if not (
-                isinstance(a, Run) and _in_backward(a.tile, a.tile.stage) and a.tile.stage in backward_tiles
-            )
+            for k, tiles in backward_tiles.items()
+            for unit in _units(grid, k, tiles, -(-UNITS_EACH * workers // len(layers)))
         ]
         programs[shard] = _with_frees(grid, [*remaining, HelperTasks(tuple(units))] if units else remaining)
     return dataclasses.replace(schedule, programs=tuple(programs))
-
-
-def _in_backward(t: Tile, k: int) -> bool:
-    return t.stage == k and not t.is_forward
 
 
 def _units(grid: Grid, k: int, tiles: list[Tile], groups: int) -> list[tuple[Tile, ...]]:

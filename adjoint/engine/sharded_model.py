@@ -1,6 +1,6 @@
 """`ShardedModel`: what workers that hold a model's layers, and planners, ask of it.
 
-`stack.sharded_stack.ShardedStack` and `hf.sharded_pretrained.ShardedPretrained` implement it."""
+`stack.sharded_stack.ShardedStack` and `hf.split.ShardedPretrained` implement it."""
 
 from __future__ import annotations
 

@@ -88,32 +88,15 @@ class Stage(abc.ABC):
         adds_to_input: whether its output is its input plus what `forward_increment` returns.
     """
 
-    @property
-    def stateful(self) -> bool:
-        return False
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return ()
-
-    @property
-    def reach(self) -> int:
-        return 0
+    stateful: bool = False
+    grows: tuple[int | None, ...] = ()
+    reach: int = 0
+    is_many_layers: bool = False
+    fetches: bool = False
+    is_loss: bool = False
 
     @property
     def takes_state_handoff(self) -> bool:
-        return False
-
-    @property
-    def is_many_layers(self) -> bool:
-        return False
-
-    @property
-    def fetches(self) -> bool:
-        return False
-
-    @property
-    def is_loss(self) -> bool:
         return False
 
     @property
@@ -239,14 +222,8 @@ class StageAround(Stage):
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self.stage.grows
-
-    @property
-    def fetches(self) -> bool:
-        return self.stage.fetches
+        self.stateful, self.grows, self.reach = stage.stateful, stage.grows, stage.reach
+        self.is_many_layers, self.fetches, self.is_loss = stage.is_many_layers, stage.fetches, stage.is_loss
 
     @property
     def precisions(self) -> Set[torch.dtype]:
@@ -332,21 +309,9 @@ class Layer(Stage):
         whole_tokens: bool = False,
     ) -> None:
         self.block, self.recompute, self.whole_tokens = block, recompute, whole_tokens
-        self._reach, self._grows = reach, grows
+        self.stateful, self.grows, self.reach = bool(grows), grows, reach
         self.casts, self.tensors = CastWeights(casts_weights), ModuleTensors(block, buffers=False)
         self._parameters: list[Tensor] = list(block.parameters())
-
-    @property
-    def stateful(self) -> bool:
-        return bool(self._grows)
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return self._grows
-
-    @property
-    def reach(self) -> int:
-        return self._reach
 
     @functools.cached_property
     def takes_state_handoff(self) -> bool:
@@ -479,7 +444,7 @@ class Layer(Stage):
 
     @property
     def _has_past(self) -> bool:
-        return any(dim is not None for dim in self._grows)
+        return any(dim is not None for dim in self.grows)
 
     def program_tensors(self) -> list[Tensor]:
         tensors = tensors_of(self.block)
@@ -526,13 +491,11 @@ def _class_of(module: Any) -> type:
 class Head(Stage):
     """y_K → the chunk's summed loss."""
 
+    is_loss = True
+
     def __init__(self, model: Any, **options: object) -> None:
         """Take a `Stack`, or a model with its `head_parameters` and `head_loss`, and options of this call."""
         self.model, self.options = model, options
-
-    @property
-    def is_loss(self) -> bool:
-        return True
 
     def parameters(self) -> Iterable[Tensor]:
         return self.model.head_parameters()

@@ -217,13 +217,14 @@ def verify(trial: Trial, reference: Results) -> float:
             f"{kind.likely_reason}{f': {location}' if location else ''}. {VERBOSITY}=debug prints each "
             "gradient's difference"
         )
+    gaps, _, _ = measure_gaps(reference, chunks)
     if noise is not None:
         warnings.warn(
-            f"{trial.subject}: gradients on first use differ by {distance(reference, chunks):.1e}, and "
+            f"{trial.subject}: gradients on first use differ by {gaps.gradients:.1e}, and "
             f"{moved}: they are compared to within that noise",
             stacklevel=2,
         )
-    return distance(reference, chunks)
+    return gaps.gradients
 
 
 def verified_kinds(module: nn.Module) -> set[Hashable]:
@@ -385,13 +386,6 @@ def differences_table(reference: Results, other: Results) -> str:
         rows.append((gap / size if size else gap, size, name))
     lines = [f"{relative:.1e}  {size:.1e}  {name}" for relative, size, name in sorted(rows, reverse=True)]
     return "\n".join(["apart    norm     gradient of", *lines])
-
-
-def distance(reference: Results, other: Results) -> float:
-    """Return the L2 distance of all gradients together, relative to their norm in `reference`."""
-    total = math.hypot(*(_distance(a, other.gradients[name]) for name, a in reference.gradients.items()))
-    size = math.hypot(*map(_size, reference.gradients.values()))
-    return total / size if size else total
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

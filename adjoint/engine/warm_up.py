@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
 
 from adjoint.engine.grid import Key, Tile
-from adjoint.engine.schedule import Action, HelperTasks, Run, Send
+from adjoint.engine.schedule import Action, Run, Send, tiles_of
 
 
 def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
@@ -37,13 +37,6 @@ def kinds_of(worker: Any, actions: Iterable[Action]) -> dict[Hashable, Action]:
             size = tokens.bit_length(), tokens % 16 == 0, tokens == 1
             first_actions.setdefault((settings, noting, t.kind, t.stage, size, begins), Run(t))
     return first_actions
-
-
-def tiles_of(action: Action) -> Sequence[Tile]:
-    """Return the tiles that an action computes."""
-    if isinstance(action, HelperTasks):
-        return [t for unit in action.units for t in unit]
-    return [action.tile] if isinstance(action, Run) else []
 
 
 def warm_up(worker: Any, actions: Collection[Action], warmed_up: set[Hashable]) -> None:

@@ -1,15 +1,19 @@
-"""Agreement of ranks that gather weights together (`fully_shard`, ZeRO-3) on the calls that they make.
+"""Agreement of ranks on the calls that they make of one model.
 
-Such ranks gather every weight at the same time, so they run the same trials and the same number of chunks.
-One may have documents or padding where another has none, and all run what any of them needs. A rank that
-gives another argument, or another mode, is refused: it would run a trial that the others do not wait for.
-Where all run the model's own forward (`Backprop`), only the method has to be the same."""
+Those that gather weights together (`fully_shard`, ZeRO-3) gather every weight at the same time, so they run
+the same trials and the same number of chunks. One may have documents or padding where another has none, and
+all run what any of them needs. A rank that gives another argument, or another mode, is refused: it would run
+a trial that the others do not wait for. Where all run the model's own forward (`Backprop`), only the method
+has to be the same. Those that split weights (tensor parallelism) must give the same tensors, too."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
+from adjoint.engine.host_weights import device_of
 from adjoint.hf.call import DOCUMENT_INPUTS, LABEL_INPUTS, SUPPORTED_INPUTS, Call
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import (
@@ -19,11 +23,12 @@ from adjoint.hf.model_parts import (
     original_class,
     root_of,
 )
-from adjoint.hf.original_forward import holds_tokens
-from adjoint.hf.wrap_state import CallNeeds
+from adjoint.hf.transformers_api import holds_tokens
+from adjoint.hf.wrap_state import CallNeeds, wrap_state_or_original
 from adjoint.methods import is_plain
 from adjoint.parallel import agreement
-from adjoint.parallel.access import has_all_weights
+from adjoint.parallel.access import Holding, has_all_weights
+from adjoint.parallel.split_tensors import local
 
 # Arguments that some ranks may give and others not, and one that changes nothing but the output's type.
 FREE_ARGUMENTS = {*DOCUMENT_INPUTS, "attention_mask", "return_dict"}
@@ -80,3 +85,26 @@ def _describe(call: Call, tokens_after_cache: str | None) -> dict[str, object]:
     if is_plain(method):
         described = dict.fromkeys(described, agreement.NOT_COMPARED)
     return {**described, "the method": repr(method)}
+
+
+def refuse_different_parts(call: Call, holding: Holding) -> None:
+    """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
+
+    Their collectives would not meet, or add up parts of different tokens."""
+    model = call.model
+    described_call: list[tuple[str, Hashable]] = [
+        ("the method", repr(wrap_state_or_original(model).method)),
+        ("whether gradients are on", torch.is_grad_enabled()),
+    ]
+    argument_names = {*forward_parameters(model), *SUPPORTED_INPUTS, *LABEL_INPUTS, *call.arguments}
+    for name in ("input_ids", *sorted(argument_names - {"input_ids"})):  # some another rank alone may give
+        value = call.arguments.get(name)
+        if isinstance(value, Tensor):
+            described_call.append((name, (*value.shape, agreement.digest([local(value)]))))
+        else:
+            described_call.append((name, agreement.describe(value)))
+    for group in holding.tensor_parallel_groups:
+        subject = f"{original_class(model).__name__} under tensor parallelism"
+        agreement.refuse_different_models(
+            model.named_modules(), group, device_of(model), subject, described_call
+        )

@@ -11,13 +11,14 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol, Self, cast
+from typing import ClassVar, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedConfig
 
@@ -304,17 +305,15 @@ class ConvInputs:
         return torch.cat([self.tail.transpose(1, 2), self.inputs.transpose(1, 2)], dim=1).transpose(1, 2)
 
 
-class _TailContext(Protocol):
+class _TailContext(FunctionCtx):
     """The values that `_WithTail` keeps from its forward for its backward."""
 
     shape: torch.Size
     size: int
     gradient: _Gradient
 
-    def set_materialize_grads(self, value: bool) -> None: ...
 
-
-class _JoinContext(Protocol):
+class _JoinContext(FunctionCtx):
     """The values that `_FakeJoin` keeps from its forward for its backward."""
 
     tokens: int
@@ -408,6 +407,11 @@ class AttentionLayer(_StateLayer):
         self.keys, self.values = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (keys, values))
         return keys, values
 
+    def _append(self, name: str, piece: Tensor) -> Tensor:
+        """Store the chunk's piece of a tensor that grows, and return it joined to those before the chunk."""
+        self.pieces[name] = piece
+        return self.pasts[name].join(piece) if name in self.pasts else piece
+
     @property
     def window(self) -> int | None:
         """Number of tokens that a query attends to, itself included, or None for all."""
@@ -438,8 +442,7 @@ class _IndexedAttentionLayer(AttentionLayer):
     @uncompiled
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the chunk's indexer keys, and return them joined to those before the chunk."""
-        piece = self.pieces["indexer"] = indexer_key_states.detach()
-        return self.pasts["indexer"].join(piece) if "indexer" in self.pasts else piece
+        return self._append("indexer", indexer_key_states.detach())
 
 
 class _BlockIndexedAttentionLayer(AttentionLayer):
@@ -450,8 +453,7 @@ class _BlockIndexedAttentionLayer(AttentionLayer):
     @uncompiled
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Store the chunk's indexer keys, and return them joined to those before the chunk."""
-        piece = self.pieces["block_index"] = idx_k.detach()
-        return self.pasts["block_index"].join(piece) if "block_index" in self.pasts else piece
+        return self._append("block_index", idx_k.detach())
 
 
 class _CompressedAttentionLayer(AttentionLayer):
@@ -472,8 +474,7 @@ class _CompressedAttentionLayer(AttentionLayer):
         """Store the chunk's projections; return those of all closed windows, and the first one's position."""
         joined = []
         for slot, projected in zip(COMPRESSOR_SLOTS[name], (kv, gate), strict=True):
-            piece = self.pieces[slot] = projected.detach() if name == "indexer" else projected
-            joined.append(self.pasts[slot].join(piece) if slot in self.pasts else piece)
+            joined.append(self._append(slot, projected.detach() if name == "indexer" else projected))
         closed = joined[0].shape[1] // self.compress_rate * self.compress_rate
         return joined[0][:, :closed], joined[1][:, :closed], 0
 
@@ -637,7 +638,7 @@ class _FLAInterface:
 
     A layer with a single recurrent state or convolution's tail has it as a tensor, others have tuples."""
 
-    layers: list[RecurrentLayer]  # of attention the mixers of `kernels.fla_mixers` take care
+    layers: list[RecurrentLayer]  # of attention the mixers of `kernels.mixers` take care
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -21,7 +21,8 @@ from adjoint.batch import IGNORE_INDEX, Batch, are_values_unknown, divisor_of, s
 from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
 from adjoint.hf.cache import CarriedState, ChunkCache
-from adjoint.hf.documents import (
+from adjoint.hf.chunking import (
+    TOKEN_TYPES,
     Starts,
     document_starts,
     expand_to_rows,
@@ -38,7 +39,6 @@ from adjoint.hf.language_inputs import (
     language_model_of,
 )
 from adjoint.hf.model_parts import backbone_of, forward_parameters, original_class
-from adjoint.hf.router_loss import TOKEN_MASK
 from adjoint.hf.transformers_api import CACHE_NAMES, ModelOutput
 
 # Inputs that ask for more than a loss; transformers' own forward handles them.
@@ -58,10 +58,13 @@ SUPPORTED_INPUTS = {
     *DOCUMENT_INPUTS,
 }
 LABEL_INPUTS = ("labels", "shift_labels")
+# Arguments of a causal LM that its backbone does not take, or not as it got them.
+HEAD_ARGUMENTS = (*LABEL_INPUTS, "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
 # Name of the weights of log-probabilities among a batch's inputs, which the model's own code does not get.
 WEIGHTS = f"{PREFIX}weights"
-# Inputs with a value per token, beside ids or embeddings; some models make masks of the first two.
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# Name of the mask among them, (batch, tokens), nonzero for tokens that count in a routers' loss.
+TOKEN_MASK = "attention_mask"
+# Inputs with a value per token, beside ids or embeddings.
 TOKEN_INPUTS = (*TOKEN_TYPES, "task_type_ids", "input_shape_ids", "input_pronunciation_ids")
 REMEDIES = {
     "ignore_index": "set the labels that do not count to -100",
@@ -329,8 +332,7 @@ class Call:
         """
         if not (modalities := self.modalities):
             return self
-        for_loss = (*LABEL_INPUTS, "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
-        arguments = {n: v for n, v in self.arguments.items() if v is not None and n not in for_loss}
+        arguments = {n: v for n, v in self.arguments.items() if v is not None and n not in HEAD_ARGUMENTS}
         language_inputs = capture(self.model, arguments)
         removed = (*modalities, "input_ids", "inputs_embeds")
         rest = {name: value for name, value in self.arguments.items() if name not in removed}

@@ -40,7 +40,9 @@ def summed_divergence(
     student_lm, teacher_lm = (causal_lm_of(model, _CALLER) for model in models)
     _refuse_unsupported(student_lm, teacher_lm)
     with torch.no_grad():
-        teacher_hidden = on_hidden_states(teacher, inputs, lambda h: h[:, :-1][counted[:, 1:]], _CALLER)
+        teacher_hidden = on_hidden_states(
+            teacher, teacher_lm, inputs, lambda h: h[:, :-1][counted[:, 1:]], _CALLER
+        )
 
     def of_hidden(hidden: Tensor) -> Tensor:
         student_context, teacher_context = head_as_now(student_lm), head_as_now(teacher_lm)
@@ -60,7 +62,7 @@ def summed_divergence(
             total = total + run_checkpointed(slice_divergence, chosen[piece], teacher_hidden[piece])
         return total
 
-    return on_hidden_states(student, inputs, of_hidden, _CALLER)
+    return on_hidden_states(student, student_lm, inputs, of_hidden, _CALLER)
 
 
 def divergence(log_probs: Tensor, target: Tensor, beta: float) -> Tensor:

@@ -28,7 +28,7 @@ from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import Refused
 from adjoint.errors import LOGGER, is_from_user_code
 from adjoint.hf import check, mini_sequence
-from adjoint.hf.agreed_calls import agree_on_call
+from adjoint.hf.agreed_calls import agree_on_call, refuse_different_parts
 from adjoint.hf.call import Call
 from adjoint.hf.carried_state import (
     cache_of_state,
@@ -44,6 +44,7 @@ from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import refuse_unknown_blocks
 from adjoint.hf.head import Output, logits_by_slices
 from adjoint.hf.hf_model import HFModel, announce
+from adjoint.hf.loss_terms import RouterLogits, RouterLoss
 from adjoint.hf.mini_sequence import find_token_wise_mlps
 from adjoint.hf.model_parts import (
     backbone_of,
@@ -67,7 +68,6 @@ from adjoint.hf.outputs import (
     defers_logits,
     without_graph,
 )
-from adjoint.hf.router_loss import RouterLogits, RouterLoss
 from adjoint.hf.shared_rows import halves_tokens
 from adjoint.hf.snapshot import WRAPS, Snapshot
 from adjoint.hf.stage import CausalLM
@@ -75,7 +75,6 @@ from adjoint.hf.token_values import token_values
 from adjoint.hf.transformers_api import CACHE_FIELD, CACHE_NAMES, Cache, ModelOutput, named_cache
 from adjoint.hf.verify.first_use import (
     Verification,
-    refuse_different_parts,
     refuse_documents_that_mix,
     refuse_unknown_inputs,
     verification_of,
@@ -228,7 +227,7 @@ def _without_unread_count(call: Call) -> Call:
     if name not in call.provided:
         return call
     verification, key = verification_of(call.model), ("ignored", name, True)
-    if key not in verification.results:
+    if key not in verification.results and verification.holding.tensor_parallel_groups:
         refuse_different_parts(call, verification.holding)  # a rank without it would not try it
     if not verification.compute_once(key, ignores_input, call.model, name, True):
         return call

@@ -32,8 +32,8 @@ from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.head import logits_by_slices
 from adjoint.hf.kernels.replacements import functions_by_namespace
 from adjoint.hf.language_inputs import language_model_of
+from adjoint.hf.loss_terms import RouterLogits
 from adjoint.hf.model_parts import backbone_of, current_weights, layers_of, original_class
-from adjoint.hf.router_loss import RouterLogits
 from adjoint.hf.shared_rows import idle_call, pack_rows, segment_call, segments_of
 from adjoint.hf.snapshot import ForwardState
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, Divide, WeightedLogProbs, make_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,7 +14,6 @@ from adjoint.engine.host_weights import fetched
 from adjoint.engine.step import uncompiled
 from adjoint.engine.sweep import ContextFactory
 from adjoint.errors import UserError
-from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.head import HeadCalls, Output, entropies, logprobs, summed_loss
 from adjoint.hf.hf_model import hidden_states, weighted_logprobs
 from adjoint.hf.model_parts import (
@@ -23,11 +21,11 @@ from adjoint.hf.model_parts import (
     backbone_of,
     base_of,
     current_weights,
-    original_class,
-    override_attribute,
+    forward_parameters,
+    overridden,
 )
 from adjoint.hf.snapshot import HeadState
-from adjoint.hf.two_passes import refuse_other_values, two_passes
+from adjoint.hf.token_values import two_passes
 from adjoint.hf.wrap_state import LOG_PROBS, ValueRequest, WrapState, wrap_state_or_original
 from adjoint.parallel.access import weights_type
 
@@ -62,22 +60,14 @@ def logprobs_of_model(
             chosen = hidden[:, :-1][counted[:, 1:]]
             return logprobs(lm, chosen, labels, temperature, head_as_now(lm))
 
+    def weighted_sum(cotangents: Tensor) -> Tensor:
+        weights = torch.zeros(input_ids.shape, dtype=cotangents.dtype, device=cotangents.device)
+        weights[:, 1:][counted[:, 1:]] = cotangents
+        return weighted_logprobs(lm, inputs, weights, temperature)
+
     if _takes_two_passes(model, lm):
-        before = (randomness := ChunkRandomness(lm)).states()
-        values = _without_gradients(model, inputs, of_hidden, "token_logprobs")
-        if not torch.is_grad_enabled():
-            return values
-
-        def second_pass(cotangents: Tensor) -> None:
-            weights = torch.zeros(input_ids.shape, dtype=values.dtype, device=values.device)
-            weights[:, 1:][counted[:, 1:]] = cotangents
-            with torch.enable_grad(), wrap_state.lock, randomness.again(before):
-                loss = weighted_logprobs(lm, inputs, weights, temperature)
-            refuse_other_values(loss.detach(), values * cotangents)
-            loss.backward()
-
-        return two_passes(values, second_pass)
-    return on_hidden_states(model, inputs, of_hidden, "token_logprobs")
+        return two_passes(lm, lambda: _without_gradients(model, lm, inputs, of_hidden), weighted_sum)
+    return on_hidden_states(model, lm, inputs, of_hidden, "token_logprobs")
 
 
 @uncompiled
@@ -102,7 +92,7 @@ def logprobs_and_entropies(
             values = logprobs(lm, chosen, labels, temperature, lambda: lock)
             return torch.stack([values, entropies(lm, chosen, temperature)])
 
-    return _without_gradients(model, inputs, of_hidden, "token_logprobs")
+    return _without_gradients(model, lm, inputs, of_hidden)
 
 
 def summed_loss_of_model(model: nn.Module, hidden: Tensor, targets: Tensor, caller: str) -> Tensor:
@@ -161,26 +151,30 @@ def _takes_two_passes(model: nn.Module, lm: PreTrainedModel) -> bool:
 
 
 def _without_gradients(
-    model: nn.Module, inputs: dict[str, object], function: Callable[[Tensor], Tensor], caller: str
+    model: nn.Module, lm: PreTrainedModel, inputs: dict[str, object], function: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return function(hidden states) of a call without gradients, however the weights are held.
 
     Arguments as `on_hidden_states` has them."""
-    lm = causal_lm_of(model, caller)
     with torch.no_grad():
         if not _takes_two_passes(model, lm):
-            return on_hidden_states(model, inputs, function, caller)
+            return on_hidden_states(model, lm, inputs, function, "token_logprobs")
         with wrap_state_or_original(lm).lock:
             hidden = hidden_states(lm, inputs)
             return current_weights(lm).run(lambda: function(hidden))
 
 
 def on_hidden_states(
-    model: nn.Module, inputs: dict[str, object], function: Callable[[Tensor], Tensor], caller: str
+    model: nn.Module,
+    lm: PreTrainedModel,
+    inputs: dict[str, object],
+    function: Callable[[Tensor], Tensor],
+    caller: str,
 ) -> Tensor:
     """Call a model and return function(hidden states), computed in the place of its causal LM's logits.
 
     Args:
+        lm: the causal LM inside the model.
         inputs: of the call, with input_ids.
         function: gets the backbone's hidden states (batch, seqlen, hidden_size).
         caller: stands before the message of an error.
@@ -188,9 +182,8 @@ def on_hidden_states(
     Raises:
         UserError: there are more hidden states than tokens.
     """
-    lm = causal_lm_of(model, caller)
     backbone, results, tokens = backbone_of(lm), list[Tensor](), inputs["input_ids"]
-    takes = inspect.signature(original_class(backbone).forward).parameters
+    takes = forward_parameters(backbone)
     lm_forward, backbone_forward = (vars(m).get("forward", MISSING) for m in (lm, backbone))
 
     def of_hidden(hidden: Tensor) -> Tensor:
@@ -204,32 +197,22 @@ def on_hidden_states(
 
     def run_lm(*_: object, **arguments: object) -> Tensor:
         arguments = {n: value for n, value in arguments.items() if value is not None and n in takes}
-        with _with_forward(lm, lm_forward):
+        with overridden(lm, "forward", lm_forward):
             return of_hidden(backbone(**arguments, return_dict=True)[0])
 
     def run_backbone(*args: object, **arguments: object) -> Output:
-        with _with_forward(backbone, backbone_forward):  # which the comparison on first use copies
+        with overridden(backbone, "forward", backbone_forward):  # which the comparison on first use copies
             hidden: Tensor = backbone.forward(*args, **{**arguments, "return_dict": True})[0]
             results.append(of_hidden(hidden))
         return Output(last_hidden_state=hidden[:, :1].detach())  # logits of one token that nobody reads
 
     if "forward" in vars(lm):  # accelerate's, around the forward that it has found
-        with _with_forward(backbone, run_backbone):
+        with overridden(backbone, "forward", run_backbone):
             model(**inputs)
     else:
-        with _with_forward(lm, run_lm):
+        with overridden(lm, "forward", run_lm):
             results.append(model(**inputs))
     return results[-1]
-
-
-@contextlib.contextmanager
-def _with_forward(module: nn.Module, forward: object) -> Iterator[None]:
-    """Give a module a forward of its own, or `MISSING` for its class's, for the time of the context."""
-    undo = override_attribute(module, "forward", forward)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def causal_lm_of(model: nn.Module, caller: str, others: str = "") -> PreTrainedModel:

@@ -18,26 +18,16 @@ from adjoint.engine.host_weights import fetched
 from adjoint.engine.module_tensors import ModuleTensors
 from adjoint.engine.verification import alike
 from adjoint.hf import check
-from adjoint.hf.call import Call, CallKind
+from adjoint.hf.call import HEAD_ARGUMENTS, Call, CallKind
 from adjoint.hf.chunk_context import WithoutCheckpointing
 from adjoint.hf.head import LogitTerms, custom_loss_function, run_checkpointed, summed_loss
-from adjoint.hf.logit_penalty import LogitPenalty
+from adjoint.hf.loss_terms import LogitPenalty
 from adjoint.hf.model_parts import Forward, backbone_of, layers_of, replaced_forwards
 from adjoint.hf.verify.loss_trial import refuse_unsummable_loss
 from adjoint.hf.verify.trial_copy import example_tokens, in_eval_mode
 from adjoint.hf.verify.trial_gradients import example_inputs
 from adjoint.methods import Pieces
 from adjoint.parallel.access import weights_type
-
-# Arguments of a causal LM that its backbone does not take; calls for extra outputs do not get here.
-HEAD_ARGUMENTS = (
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-    "logits_to_keep",
-    "return_dict",
-    "use_cache",
-)
 
 
 def total_loss(call: Call, pieces: Pieces, mlps: Sequence[str]) -> Tensor:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from adjoint.engine.weights import Weights
 from adjoint.hf.transformers_api import GradientCheckpointingLayer
 from adjoint.parallel.access import Holding, holding_of, weights_type
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 MISSING = object()
 Forward = Callable[..., object]  # a module's forward: its arguments and result are the model's own
 # Errors that models' own code raises for inputs that it was not made for.
@@ -76,11 +78,7 @@ def contained_model(module: nn.Module) -> PreTrainedModel:
     base = base_of(module)
     if isinstance(base, PreTrainedModel):
         return base
-    models: dict[str, PreTrainedModel] = {}
-    for name, submodule in module.named_modules():
-        is_nested = any(name.startswith(f"{outer}.") for outer in models)
-        if isinstance(submodule, PreTrainedModel) and not is_nested:
-            models[name] = submodule
+    models = _outermost(module, PreTrainedModel)
     if len(models) == 1:
         return next(iter(models.values()))
     cls = type(module).__name__
@@ -100,13 +98,14 @@ def root_of(model: nn.Module) -> nn.Module:
     return model if outer_model is None else outer_model
 
 
-@contextlib.contextmanager
-def calling_original_forwards(model: nn.Module) -> Iterator[None]:
+def calling_original_forwards(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let calls of a wrapped model, and of its backbone, run transformers' own forward."""
-    with contextlib.ExitStack() as stack:
-        if (wrap_state := vars(model).get("_adjoint")) is not None:
-            stack.callback(override_attribute(wrap_state, "uses_original_forward", True))
-        yield
+    wrap_state = vars(model).get("_adjoint")
+    return (
+        contextlib.nullcontext()
+        if wrap_state is None
+        else overridden(wrap_state, "uses_original_forward", True)
+    )
 
 
 def current_holding(model: nn.Module) -> Holding:
@@ -134,12 +133,17 @@ def current_weights(model: nn.Module) -> Weights:
 
 def layers_of(backbone: nn.Module) -> dict[str, nn.Module]:
     """Map names to the modules that transformers itself would checkpoint; of nested ones the outer only."""
-    layers: dict[str, nn.Module] = {}
-    for name, module in backbone.named_modules():
-        is_nested = any(name.startswith(f"{outer}.") for outer in layers)
-        if isinstance(module, GradientCheckpointingLayer) and not is_nested:
-            layers[name] = module
-    return layers
+    return _outermost(backbone, GradientCheckpointingLayer)
+
+
+def _outermost(module: nn.Module, kind: type[ModuleT]) -> dict[str, ModuleT]:
+    """Map names to the modules of a kind, but for those inside of another one."""
+    modules: dict[str, ModuleT] = {}
+    for name, submodule in module.named_modules():
+        is_nested = any(name.startswith(f"{outer}.") for outer in modules)
+        if isinstance(submodule, kind) and not is_nested:
+            modules[name] = submodule
+    return modules
 
 
 class PassThrough(nn.Module):
@@ -189,6 +193,16 @@ def override_attribute(holder: object, attribute: str, value: object) -> Callabl
     else:
         entries[attribute] = value
     return undo
+
+
+@contextlib.contextmanager
+def overridden(holder: object, attribute: str, value: object) -> Iterator[None]:
+    """Do what `override_attribute` does, for the time of the context."""
+    undo = override_attribute(holder, attribute, value)
+    try:
+        yield
+    finally:
+        undo()
 
 
 @contextlib.contextmanager

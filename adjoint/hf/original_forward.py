@@ -23,7 +23,14 @@ from adjoint.hf.call import Call
 from adjoint.hf.carried_state import make_differentiable
 from adjoint.hf.language_inputs import POSITIONS
 from adjoint.hf.model_parts import current_weights, forward_parameters, original_class
-from adjoint.hf.transformers_api import Cache, CacheLayerMixin, ModelOutput, keeps_states_on_modules
+from adjoint.hf.transformers_api import (
+    Cache,
+    CacheLayerMixin,
+    ModelOutput,
+    has_recurrent_states,
+    holds_tokens,
+    keeps_states_on_modules,
+)
 from adjoint.hf.verify.first_use import verification_of
 from adjoint.hf.verify.trial_copy import in_eval_mode
 from adjoint.hf.verify.trials import (
@@ -47,7 +54,7 @@ def why_original_differs(call: Call, needs: CallNeeds | None = None) -> str | No
     if needs is not None:
         differs_on_any_rank(model, needs)
     if keeps_states_on_modules(model.config) and (
-        _has_recurrent_states(call.cache) or (call.cache is None and call.arguments.get("use_cache"))
+        has_recurrent_states(call.cache) or (call.cache is None and call.arguments.get("use_cache"))
     ):
         return "keeps its states on its modules, not in a cache: give rows without padding"
     if call.seqlen is None or is_of_fla(model.config.get_text_config()):
@@ -143,21 +150,6 @@ def _positions_after(call: Call) -> Tensor | None:
         return None
     device = next(model.parameters()).device
     return torch.arange(tokens, tokens + call.seqlen, device=device)[None]
-
-
-def holds_tokens(cache: object) -> bool:
-    """Whether a cache of transformers holds the state of any token."""
-    if not isinstance(cache, Cache):
-        return cache is not None
-    lengths = (layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin))
-    has_linear_states = any(isinstance(state, Tensor) for state in getattr(cache, "linear_cache", ()))
-    return has_linear_states or any(map(bool, lengths)) or _has_recurrent_states(cache)
-
-
-def _has_recurrent_states(cache: object) -> bool:
-    """Whether a cache's layers hold recurrent states."""
-    layers = cache.layers if isinstance(cache, Cache) else ()
-    return any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers)
 
 
 def _keeps_documents_apart(call: Call) -> bool:

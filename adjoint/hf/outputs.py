@@ -30,11 +30,10 @@ from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import trained_parameters, whole_shape
 from adjoint.errors import UserError
 from adjoint.hf.cache import SHAPE_FUNCTIONS
-from adjoint.hf.call import Call
+from adjoint.hf.call import HEAD_ARGUMENTS, Call
 from adjoint.hf.carried_state import detached
 from adjoint.hf.check import ROUTER_LOGITS
 from adjoint.hf.head import head_logits, logits_by_slices, vocab_size_of
-from adjoint.hf.mini_sequence import HEAD_ARGUMENTS
 from adjoint.hf.model_parts import current_weights, current_weights_type, original_class
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.transformers_api import (

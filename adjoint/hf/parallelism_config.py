@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from adjoint.errors import UserError
-from adjoint.hf.fused_head import replace_fused_head
+from adjoint.hf.token_values import replace_fused_head
 from adjoint.hf.transformers_api import SCALES_BY_ALL_PROCESSES
 from adjoint.hf.wrap_state import WrapState
 from adjoint.parallel.context import group_of, ranks_of

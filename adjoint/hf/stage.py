@@ -42,7 +42,7 @@ from adjoint.hf.cache import (
     make_chunk_cache,
     zeros,
 )
-from adjoint.hf.call import WEIGHTS, Call, Padding
+from adjoint.hf.call import TOKEN_MASK, WEIGHTS, Call, Padding
 from adjoint.hf.chunk_context import ChunkContext, ChunkRandomness, EmbeddingNoise
 from adjoint.hf.chunking import block_function
 from adjoint.hf.head import (
@@ -64,7 +64,7 @@ from adjoint.hf.language_inputs import (
     feeding,
     outer_inputs,
 )
-from adjoint.hf.logit_penalty import LogitPenalty
+from adjoint.hf.loss_terms import LogitPenalty, RouterLogits, RouterLoss
 from adjoint.hf.model_parts import (
     Entry,
     Forward,
@@ -75,7 +75,6 @@ from adjoint.hf.model_parts import (
     original_class,
     replaced_forwards,
 )
-from adjoint.hf.router_loss import TOKEN_MASK, RouterLogits, RouterLoss
 from adjoint.hf.shared_positions import SharedPositions
 from adjoint.hf.transformers_api import ModelOutput, cache_argument
 from adjoint.hf.verify.loss_trial import refuse_unsummable_loss, refuse_z_loss
@@ -216,13 +215,8 @@ class Backbone(Stage):
         context: properties of the call that all of its chunks share.
     """
 
-    stateful: ClassVar[bool] = True
-    takes_state_handoff: ClassVar[bool] = True
-    is_many_layers: ClassVar[bool] = True
-    reach: ClassVar[int] = 0
+    stateful = takes_state_handoff = is_many_layers = True
     precisions: ClassVar[frozenset[torch.dtype]] = frozenset()
-    grows: tuple[int | None, ...] = ()
-    fetches: bool = False
 
     def __init__(
         self,
@@ -555,7 +549,7 @@ class CausalLM(Backbone):
 class LossHead(Stage):
     """The head of `lm`, where its layers are other stages: hidden states → the chunk's summed loss."""
 
-    is_loss: ClassVar[bool] = True
+    is_loss = True
 
     def __init__(self, lm: CausalLM) -> None:
         self.lm = lm

@@ -125,6 +125,21 @@ def with_cache_names(kind: type[T]) -> type[T]:
     return kind
 
 
+def holds_tokens(cache: object) -> bool:
+    """Whether a cache of transformers holds the state of any token."""
+    if not isinstance(cache, Cache):
+        return cache is not None
+    lengths = (layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin))
+    has_linear_states = any(isinstance(state, torch.Tensor) for state in getattr(cache, "linear_cache", ()))
+    return has_linear_states or any(map(bool, lengths)) or has_recurrent_states(cache)
+
+
+def has_recurrent_states(cache: object) -> bool:
+    """Whether a cache's layers hold recurrent states."""
+    layers = cache.layers if isinstance(cache, Cache) else ()
+    return any(any(getattr(layer, "has_previous_state", {}).values()) for layer in layers)
+
+
 # ----------------------------------------------------------------------------------------------- cache layers
 
 # Cache layers are looked up by name: `DynamicIndexedLayer` is there since 5.11, a recurrence beside a sliding

@@ -265,12 +265,11 @@ class ShardedModelStage(StageAround):
             step has it.
     """
 
-    stateful: ClassVar[bool] = True
-    takes_state_handoff: ClassVar[bool] = True
-    is_many_layers: ClassVar[bool] = True
+    takes_state_handoff = True
 
     def __init__(self, stage: Stage, weights: GatheredWeights) -> None:
         super().__init__(stage)
+        self.stateful = self.is_many_layers = True
         self.weights = weights
         self.start_of_last: int | None = 0
 

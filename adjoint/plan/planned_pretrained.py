@@ -19,8 +19,7 @@ from adjoint.engine.stage import Stage
 from adjoint.engine.tile import MAX_PENDING_BYTES
 from adjoint.hf.cache import ChunkCache, Slot
 from adjoint.hf.model_parts import backbone_of
-from adjoint.hf.sharded_pretrained import ShardedPretrained
-from adjoint.hf.split import Pretrained
+from adjoint.hf.split import Pretrained, ShardedPretrained
 from adjoint.hf.stage import Backbone, CausalLM
 from adjoint.layers import StackConfig, State
 from adjoint.methods import ModelKind

@@ -18,7 +18,18 @@ from typing import NamedTuple
 
 from adjoint.engine.budget import AUTO, RESERVED_CPU, ChunkMemory, tapes_and_states
 from adjoint.engine.grid import EngineSpec, Grid, Key
-from adjoint.engine.schedule import BUFFERS, Action, HelperTasks, Owners, Recv, Run, Schedule, Send, keys_of
+from adjoint.engine.schedule import (
+    BUFFERS,
+    Action,
+    HelperTasks,
+    Owners,
+    Recv,
+    Run,
+    Schedule,
+    Send,
+    keys_of,
+    tiles_of,
+)
 from adjoint.engine.worker_rules import (
     exchanges_within_tiles,
     forward_plan,
@@ -344,9 +355,7 @@ def _program_bytes(
         for i, schedule in enumerate(plans):
             for action in schedule.programs[w]:
                 reads, writes = keys_of(grid, action)
-                tiles = [action.tile] if isinstance(action, Run) else []
-                tiles += [t for unit in action.units for t in unit] if isinstance(action, HelperTasks) else []
-                for t in tiles:
+                for t in tiles_of(action):
                     layers, all_ = stages[t.stage].work(t.kind)
                     if current + layers > peak:
                         peak = current + layers

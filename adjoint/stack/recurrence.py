@@ -456,14 +456,7 @@ class _RecurrenceStage(Stage):
         self.d_inputs: list[Tensor | None] = [None] * len(call.inputs)
         self.slabs: list[Slab | None] = [None] * len(call.inputs)
         self.device = call.device
-
-    @property
-    def stateful(self) -> bool:
-        return bool(self.call.state)
-
-    @property
-    def grows(self) -> tuple[int | None, ...]:
-        return (None,) * len(self.call.state)
+        self.stateful, self.grows = bool(call.state), (None,) * len(call.state)
 
     @property
     def precisions(self) -> Set[torch.dtype]:

@@ -164,7 +164,7 @@ def sharded_model(model: Any) -> ShardedModel:
         return ShardedStack(model)
     if hasattr(model, "source"):
         return model
-    from adjoint.hf.sharded_pretrained import ShardedPretrained
+    from adjoint.hf.split import ShardedPretrained
 
     return ShardedPretrained(model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -94,8 +94,8 @@ def test_memory_is_that_of_layers(results: Any) -> None:
 class LastToken(Stage):
     """A stage y = 2 x whose state is the last token: a view of all, as is the cotangent of the first one."""
 
-    stateful: ClassVar[bool] = True
-    grows: ClassVar[tuple[None]] = (None,)
+    stateful = True
+    grows = (None,)
 
     def forward(self, x: Tensor, state: State, chunk: Batch) -> tuple[Tensor, State]:
         return 2 * x, (x[:, -1:],)

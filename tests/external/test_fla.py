@@ -24,7 +24,7 @@ from adjoint import Exact
 from adjoint.engine.verification import Refused
 from adjoint.fla import functions as kernels
 from adjoint.hf.cache import CHUNK_LAYER_CLASSES
-from adjoint.hf.kernels.fla_mixers import MIXERS
+from adjoint.hf.kernels.mixers import FLA_MIXERS
 from adjoint.hf.split import describe
 from tests.engine.test_sequence import CUTS
 from tests.external.references import in_float64
@@ -567,7 +567,7 @@ def test_mixers_are_those_of_fla_token_by_token(
         cache.handoffs, cache.handed_off = {}, {}
         cache.store_state("conv", 0, tail[..., 1:])
         cache.store_state("recurrent", 0, before)
-        got = [MIXERS[name](module, cache, x)[0], cache.conv_states[0], cache.recurrent_states[0]]
+        got = [FLA_MIXERS[name](module, cache, x)[0], cache.conv_states[0], cache.recurrent_states[0]]
     weights = [torch.randn(e.shape, generator=draw, dtype=e.dtype) for e in expected]
     for outputs in (got, expected):
         loss = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))

@@ -535,7 +535,7 @@ def test_an_evaluation_is_checked_too(name: str) -> None:
 @pytest.fixture
 def own_mixers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let RecurrentGemma's own mixers run, which keep their states in themselves."""
-    monkeypatch.setattr("adjoint.hf.kernels.replacements.MIXERS", {})
+    monkeypatch.setattr("adjoint.hf.kernels.mixers.MIXERS", {})
 
 
 @pytest.mark.usefixtures("own_mixers")

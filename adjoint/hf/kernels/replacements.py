@@ -1,7 +1,7 @@
 """Our kernels in the places of transformers' own code, while a chunk runs.
 
 They replace functions that its modules call by name (`SCANS`, `REGISTRIES`), mixers that keep their state in
-themselves (`MIXERS`), and the forwards of norms and MLPs (`modules.REPLACEMENTS`).
+themselves (`mixers`), and the forwards of norms and MLPs (`modules`).
 
 All are registered by name, and the comparison on first use tells whether ours compute the same. What is
 replaced in a model is found once for each state of it (`ReplacementPlan`)."""
@@ -14,9 +14,7 @@ import functools
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +25,8 @@ from adjoint.engine.recorded_past import is_recorded
 from adjoint.engine.step import uncompiled
 from adjoint.engine.verification import NotAttended
 from adjoint.fla import functions as fla
-from adjoint.hf.cache import ChunkCache, RecurrentLayer, last_read
-from adjoint.hf.kernels import fla_mixers
+from adjoint.hf.cache import last_read
+from adjoint.hf.kernels.mixers import mixer_forwards, mixer_rows
 from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
 from adjoint.hf.model_parts import Forward, override_attribute
@@ -36,7 +34,6 @@ from adjoint.hf.transformers_api import (
     ACT2FN,
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
-    CACHE_NAMES,
     is_hub_function,
     sdpa_attention_forward,
     sdpa_mask,
@@ -45,7 +42,6 @@ from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import ChunkOutputs, causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
-from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.operators import with_one_gradient
 from adjoint.kernels.rms_norm import l2_norm
 from adjoint.kernels.selective_scan import selective_scan
@@ -57,16 +53,12 @@ class ReplacementPlan:
 
     def __init__(self, model: nn.Module) -> None:
         self.functions = functions_by_namespace(model)
-        self.rows, self.mixers, self.pickers = replacement_rows(model), _mixers(model), key_pickers(model)
+        self.rows, self.mixers, self.pickers = replacement_rows(model), mixer_rows(model), key_pickers(model)
         self.has_fla_modules = any(map(fla.is_of_fla, model.modules()))
 
     def forwards(self) -> dict[nn.Module, Forward]:
         """Map modules to the forwards that take the place of their own."""
-        mixers = {
-            module: _forward_from_cache(module, ours, index)
-            for reference, ours, index in self.mixers
-            if (module := reference()) is not None
-        }
+        mixers = mixer_forwards(self.mixers) if self.mixers else {}
         pickers = topk_forwards(self.pickers) if self.pickers else {}
         return {**replacement_forwards(self.rows), **mixers, **pickers}
 
@@ -473,112 +465,3 @@ def _pytorch_reference(theirs: Callable[..., object]) -> Callable[..., object]:
         )
 
     return reference
-
-
-# ----------------------------------------------------------------------------------------------------- mixers
-
-
-class _Griffin(nn.Module):
-    """Attributes of RecurrentGemma's recurrent block."""
-
-    rg_lru: _Recurrence
-    conv_1d: nn.Conv1d
-    linear_x: nn.Linear
-    linear_y: nn.Linear
-    linear_out: nn.Linear
-    act_fn: Callable[[Tensor], Tensor]
-
-
-class _Recurrence(nn.Module):
-    """Attributes of RecurrentGemma's gated recurrence."""
-
-    num_attention_heads: int
-    recurrent_param: nn.Parameter
-    recurrent_gate_weight: nn.Parameter
-    recurrent_gate_bias: nn.Parameter
-    input_gate_weight: nn.Parameter
-    input_gate_bias: nn.Parameter
-
-
-def _griffin(
-    module: _Griffin, cache: RecurrentLayer, input_states: Tensor, position_ids: Tensor, **_: object
-) -> tuple[Tensor, None]:
-    """RecurrentGemma's recurrent block (De et al. 2024, sections 2.3 and 2.4)."""
-    lru, conv = module.rg_lru, module.conv_1d
-    y = module.act_fn(module.linear_y(input_states))
-    u = module.linear_x(input_states)
-    u, tail = causal_conv1d(u, conv.weight[:, 0], conv.bias, initial_state=cache.conv_states[0])
-    begins = (position_ids == 0)[..., None]
-    heads = u.unflatten(-1, (lru.num_attention_heads, -1))
-
-    def gate(weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.sigmoid(torch.einsum("bthi,hij->bthj", heads, weight) + bias).flatten(-2)
-
-    decay = -8.0 * gate(lru.recurrent_gate_weight, lru.recurrent_gate_bias) * F.softplus(lru.recurrent_param)
-    bounded = vars(sys.modules[type(lru).__module__])["SqrtBoundDerivative"]
-    scale = begins + ~begins * bounded.apply(1 - torch.exp(2 * decay))
-    b = u * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.type(u.dtype)
-    dtype = accumulate_dtype(b.dtype)
-    states = linear_scan((torch.exp(decay) * ~begins).to(dtype), b.to(dtype), cache.recurrent_states[0])
-    cache.store_state("conv", 0, tail)
-    cache.store_state("recurrent", 0, states[:, -1])
-    return module.linear_out(states.to(b.dtype) * y), None
-
-
-class _Lightning(nn.Module):
-    """Attributes of MiniMax's linear attention."""
-
-    num_attention_heads: int
-    slope_rate: Tensor
-    qkv_proj: nn.Linear
-    out_proj: nn.Linear
-    output_gate: nn.Linear
-    norm: nn.Module
-    act_fn: Callable[[Tensor], Tensor]
-
-
-def _lightning(
-    module: _Lightning, cache: RecurrentLayer, hidden_states: Tensor, **_: object
-) -> tuple[Tensor, None]:
-    """MiniMax's linear attention with a decay per head: an SSD scan whose step is 1."""
-    heads = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
-    query, key, value = heads.chunk(3, dim=-1)
-    step, decay = torch.ones_like(query[..., 0]), -module.slope_rate.flatten()
-    y, state = ssd_scan(value, step, decay, key, query, initial_state=cache.recurrent_states[0])
-    cache.store_state("recurrent", 0, state)
-    y = torch.sigmoid(module.output_gate(hidden_states)) * module.norm(y.flatten(-2))
-    return module.out_proj(y), None
-
-
-MIXERS: dict[str, Forward] = {
-    "RecurrentGemmaRecurrentBlock": _griffin,
-    "MiniMaxLightningAttention": _lightning,
-}
-
-
-def _mixers(model: nn.Module) -> list[tuple[weakref.ref[nn.Module], Forward, int]]:
-    """Return the mixers for which there is one of ours, each with ours and the index of its layer."""
-    mixers = []
-    for name, module in model.named_modules():
-        table = fla_mixers.MIXERS if fla.is_of_fla(module) else MIXERS
-        if (ours := table.get(type(module).__name__)) is not None:
-            index = next(int(component) for component in reversed(name.split(".")) if component.isdigit())
-            mixers.append((weakref.ref(module), ours, index))
-    return mixers
-
-
-def _forward_from_cache(module: nn.Module, ours: Forward, index: int) -> Forward:
-    """Return a forward that runs ours if it is given a `ChunkCache`, else the module's own."""
-    original_forward = module.forward
-
-    def forward(*args: object, **kwargs: object) -> object:
-        cache = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
-        if not isinstance(cache, ChunkCache):
-            return original_forward(*args, **kwargs)
-        others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        outputs = ours(module, cache.layers[index], *args, **others)
-        if fla.is_of_fla(module):  # whose blocks take the cache from one mixer to the next
-            return *cast(tuple[object, ...], outputs), cache
-        return outputs
-
-    return forward

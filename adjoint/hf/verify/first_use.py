@@ -41,11 +41,13 @@ from adjoint.engine.verification import (
 )
 from adjoint.engine.weights import precisions
 from adjoint.hf import check, mini_sequence
+from adjoint.hf.agreed_calls import refuse_different_parts
 from adjoint.hf.cache import Slot
-from adjoint.hf.call import LABEL_INPUTS, REMEDIES, SUPPORTED_INPUTS, Call, CallKind, Padding
+from adjoint.hf.call import REMEDIES, Call, CallKind, Padding
 from adjoint.hf.check import ALTERNATIVE, ROUTER_LOGITS, STATE, as_refusal, refuse
 from adjoint.hf.chunk_context import ChunkRandomness
 from adjoint.hf.chunking import kept_features, sizes_of
+from adjoint.hf.loss_terms import router_loss_coefficient
 from adjoint.hf.model_parts import (
     MODEL_ERRORS,
     backbone_of,
@@ -53,14 +55,12 @@ from adjoint.hf.model_parts import (
     current_holding,
     current_weights,
     current_weights_type,
-    forward_parameters,
     is_of_library,
     layers_of,
     original_class,
     root_of,
 )
 from adjoint.hf.quantized import rounding_of_activations, rounds_by_chunk
-from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.snapshot import ForwardState, Snapshot
 from adjoint.hf.stage import StageParts, find_slots
 from adjoint.hf.transformers_api import FALLBACK_LOGGER, install_output_hooks
@@ -88,9 +88,7 @@ from adjoint.kernels import dispatch
 from adjoint.kernels.checks import outside_inference_mode
 from adjoint.kernels.precision import full_float32
 from adjoint.parallel.access import Holding
-from adjoint.parallel.agreement import describe, digest, refuse_different_models
 from adjoint.parallel.context import ranks_of
-from adjoint.parallel.split_tensors import local
 
 T = TypeVar("T")
 # States of a model whose verification is remembered, such as adapters that take turns.
@@ -297,7 +295,8 @@ def verify(call: Call) -> Verification:
     if kind.routed:
         install_output_hooks(backbone_of(model))  # before the snapshot, as new hooks are a change
     verification = verification_of(model, rests=True)
-    refuse_different_parts(call, verification.holding)
+    if verification.holding.tensor_parallel_groups:
+        refuse_different_parts(call, verification.holding)
     refuse_unknown_inputs(verification, call, call.unknown_inputs)
     check.refuse_other_losses(model, kind.routed, (ROUTER_LOGITS, check.Z_LOSS))
     check.refuse_unsupported_model(model)
@@ -350,29 +349,6 @@ def verify(call: Call) -> Verification:
     return verification
 
 
-def refuse_different_parts(call: Call, holding: Holding) -> None:
-    """Refuse ranks that split a model's weights and differ in a buffer, a setting, a hook or in their calls.
-
-    Their collectives would not meet, or add up parts of different tokens."""
-    if not (groups := holding.tensor_parallel_groups):
-        return
-    model = call.model
-    described_call: list[tuple[str, Hashable]] = [
-        ("the method", repr(wrap_state_or_original(model).method)),
-        ("whether gradients are on", torch.is_grad_enabled()),
-    ]
-    argument_names = {*forward_parameters(model), *SUPPORTED_INPUTS, *LABEL_INPUTS, *call.arguments}
-    for name in ("input_ids", *sorted(argument_names - {"input_ids"})):  # some another rank alone may give
-        value = call.arguments.get(name)
-        if isinstance(value, torch.Tensor):
-            described_call.append((name, (*value.shape, digest([local(value)]))))
-        else:
-            described_call.append((name, describe(value)))
-    for group in groups:
-        subject = f"{original_class(model).__name__} under tensor parallelism"
-        refuse_different_models(model.named_modules(), group, device_of(model), subject, described_call)
-
-
 def _padding_key(kind: CallKind) -> tuple[str, CallKind]:
     """Return the key of the trial of padding that the caller of this kind of call can read."""
     routed = kind.routed and not kind.loss
@@ -389,7 +365,8 @@ def verify_pieces(call: Call) -> Verification:
     check.refuse_unreadable_weights(model)
     kind = call.kind._replace(embedded=False, padded=False, token_inputs=(), position_components=0)
     verification = verification_of(model)
-    refuse_different_parts(call, verification.holding)
+    if verification.holding.tensor_parallel_groups:
+        refuse_different_parts(call, verification.holding)
     method, pieces = verification.wrap_state.method, verification.wrap_state.method.pieces
     assert pieces is not None
     check.refuse_other_losses(model, kind.routed)

@@ -21,13 +21,13 @@ from adjoint.hf.chunk_context import WithoutCheckpointing
 from adjoint.hf.chunking import move_edges_out_of_blocks
 from adjoint.hf.kernels.replacements import pytorch_references
 from adjoint.hf.language_inputs import EMBEDS, POSITIONS, example_positions, feeding, outer_inputs
+from adjoint.hf.loss_terms import router_loss_coefficient
 from adjoint.hf.model_parts import (
     backbone_of,
     calling_original_forwards,
     current_weights,
     layers_of,
 )
-from adjoint.hf.router_loss import router_loss_coefficient
 from adjoint.hf.stage import Backbone, CallContext, CausalLM, find_slots, make_step
 from adjoint.hf.verify.trial_copy import SHORT_WINDOW, TRIAL_CHUNK_SIZE
 from adjoint.methods import Method

@@ -1,19 +1,27 @@
-"""Forwards in the places of flash-linear-attention's mixers, which go on from a cache's states.
+"""Forwards in the places of mixers' own, which go on from a cache's states.
 
-Its Mamba and Mamba-2 go on from states by single tokens alone, and its attention needs flash-attn."""
+RecurrentGemma's and MiniMax's keep their states in themselves. flash-linear-attention's Mamba and Mamba-2 go
+on from states by single tokens alone, and its attention needs flash-attn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adjoint.hf.cache import AttentionLayer, RecurrentLayer
+from adjoint.fla import functions as fla
+from adjoint.hf.cache import AttentionLayer, ChunkCache, RecurrentLayer
+from adjoint.hf.model_parts import Forward
+from adjoint.hf.transformers_api import CACHE_NAMES
 from adjoint.kernels.attention import causal_attention
 from adjoint.kernels.causal_conv1d import causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.linear_scan import linear_scan
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
 
@@ -187,10 +195,130 @@ def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     return x if attention_mask is None else x * attention_mask[:, -x.shape[1] :, None].to(x.dtype)
 
 
-# By the name of fla's class.
-MIXERS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+# --------------------------------------------------------------------------------------------- transformers
+
+
+class _Griffin(nn.Module):
+    """Attributes of RecurrentGemma's recurrent block."""
+
+    rg_lru: _Recurrence
+    conv_1d: nn.Conv1d
+    linear_x: nn.Linear
+    linear_y: nn.Linear
+    linear_out: nn.Linear
+    act_fn: Callable[[Tensor], Tensor]
+
+
+class _Recurrence(nn.Module):
+    """Attributes of RecurrentGemma's gated recurrence."""
+
+    num_attention_heads: int
+    recurrent_param: nn.Parameter
+    recurrent_gate_weight: nn.Parameter
+    recurrent_gate_bias: nn.Parameter
+    input_gate_weight: nn.Parameter
+    input_gate_bias: nn.Parameter
+
+
+def _griffin(
+    module: _Griffin, cache: RecurrentLayer, input_states: Tensor, position_ids: Tensor, **_: object
+) -> tuple[Tensor, None]:
+    """RecurrentGemma's recurrent block (De et al. 2024, sections 2.3 and 2.4)."""
+    lru, conv = module.rg_lru, module.conv_1d
+    y = module.act_fn(module.linear_y(input_states))
+    u = module.linear_x(input_states)
+    u, tail = causal_conv1d(u, conv.weight[:, 0], conv.bias, initial_state=cache.conv_states[0])
+    begins = (position_ids == 0)[..., None]
+    heads = u.unflatten(-1, (lru.num_attention_heads, -1))
+
+    def gate(weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.sigmoid(torch.einsum("bthi,hij->bthj", heads, weight) + bias).flatten(-2)
+
+    decay = -8.0 * gate(lru.recurrent_gate_weight, lru.recurrent_gate_bias) * F.softplus(lru.recurrent_param)
+    bounded = vars(sys.modules[type(lru).__module__])["SqrtBoundDerivative"]
+    scale = begins + ~begins * bounded.apply(1 - torch.exp(2 * decay))
+    b = u * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.type(u.dtype)
+    dtype = accumulate_dtype(b.dtype)
+    states = linear_scan((torch.exp(decay) * ~begins).to(dtype), b.to(dtype), cache.recurrent_states[0])
+    cache.store_state("conv", 0, tail)
+    cache.store_state("recurrent", 0, states[:, -1])
+    return module.linear_out(states.to(b.dtype) * y), None
+
+
+class _Lightning(nn.Module):
+    """Attributes of MiniMax's linear attention."""
+
+    num_attention_heads: int
+    slope_rate: Tensor
+    qkv_proj: nn.Linear
+    out_proj: nn.Linear
+    output_gate: nn.Linear
+    norm: nn.Module
+    act_fn: Callable[[Tensor], Tensor]
+
+
+def _lightning(
+    module: _Lightning, cache: RecurrentLayer, hidden_states: Tensor, **_: object
+) -> tuple[Tensor, None]:
+    """MiniMax's linear attention with a decay per head: an SSD scan whose step is 1."""
+    heads = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, -1))
+    query, key, value = heads.chunk(3, dim=-1)
+    step, decay = torch.ones_like(query[..., 0]), -module.slope_rate.flatten()
+    y, state = ssd_scan(value, step, decay, key, query, initial_state=cache.recurrent_states[0])
+    cache.store_state("recurrent", 0, state)
+    y = torch.sigmoid(module.output_gate(hidden_states)) * module.norm(y.flatten(-2))
+    return module.out_proj(y), None
+
+
+# By the name of the class.
+MIXERS: dict[str, Forward] = {
+    "RecurrentGemmaRecurrentBlock": _griffin,
+    "MiniMaxLightningAttention": _lightning,
+}
+FLA_MIXERS: dict[str, Forward] = {
     "Mamba": _mamba,
     "Mamba2": _mamba2,
     "Attention": _attention,
     "MultiheadLatentAttention": _latent_attention,
 }
+
+
+# A mixer, our forward of its class, and the index of its layer.
+MixerRow = tuple[weakref.ref[nn.Module], Forward, int]
+
+
+def mixer_rows(model: nn.Module) -> list[MixerRow]:
+    """Return the mixers for which there is a forward of ours."""
+    rows = []
+    for name, module in model.named_modules():
+        table = FLA_MIXERS if fla.is_of_fla(module) else MIXERS
+        if (ours := table.get(type(module).__name__)) is not None:
+            index = next(int(component) for component in reversed(name.split(".")) if component.isdigit())
+            rows.append((weakref.ref(module), ours, index))
+    return rows
+
+
+def mixer_forwards(rows: Iterable[MixerRow]) -> dict[nn.Module, Forward]:
+    """Map mixers to the forwards that take the place of their own."""
+    return {
+        module: _forward_from_cache(module, ours, index)
+        for reference, ours, index in rows
+        if (module := reference()) is not None
+    }
+
+
+def _forward_from_cache(module: nn.Module, ours: Forward, index: int) -> Forward:
+    """Return a forward that runs ours if it is given a `ChunkCache`, else the module's own."""
+    original_forward = module.forward
+
+    def forward(*args: object, **kwargs: object) -> object:
+        cache = next((kwargs[name] for name in CACHE_NAMES if name in kwargs), None)
+        if not isinstance(cache, ChunkCache):
+            return original_forward(*args, **kwargs)
+        others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        outputs = ours(module, cache.layers[index], *args, **others)
+        if fla.is_of_fla(module):  # whose blocks take the cache from one mixer to the next
+            return *cast(tuple[object, ...], outputs), cache
+        return outputs
+
+    return forward

@@ -1,9 +1,11 @@
-"""The load-balancing loss of a mixture's routers, summed over chunks."""
+"""Terms of a loss beside the labels' cross-entropy: the load-balancing loss of a mixture's routers, summed
+over chunks, and the penalty of each token's largest logit of flash-linear-attention's models."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +17,12 @@ from adjoint.engine.sequence_sums import Sum
 from adjoint.engine.verification import alike, some_numbers
 from adjoint.engine.weights import whole_shape
 from adjoint.hf import check
+from adjoint.hf.call import Call
 from adjoint.hf.head import Output, head_output
 from adjoint.hf.model_parts import current_weights
 from adjoint.kernels.checks import accumulate_dtype
 
-TOKEN_MASK = "attention_mask"  # key of a chunk's inputs: (batch, tokens), nonzero for tokens that count
+PENALTY_COEFFICIENT = 1e-4  # fla calls its function with the default
 
 
 class RouterLoss(Sum):
@@ -128,3 +131,41 @@ def router_loss_coefficient(model: PreTrainedModel) -> float:
             "its routers' loss is not the usual load-balancing loss; set output_router_logits to False",
         )
     return float(output.loss / output.aux_loss)
+
+
+class LogitPenalty(NamedTuple):
+    """Gradient that a call's tokens add to that of their logits (`use_l2warp`, RWKV-LM's L2Wrap).
+
+    The value of the loss stays as it is.
+
+    Attributes:
+        factor: the gradient of a token's largest logit is that logit times `factor`.
+        is_of_mean: whether it belongs to the loss that is divided by the number of labels; with
+            `num_items_in_batch` fla adds it to the sum, before the division.
+    """
+
+    factor: float
+    is_of_mean: bool
+
+    @staticmethod
+    def from_call(call: Call, padded: bool) -> LogitPenalty:
+        """Return the penalty of a call of a model that has one (`check.has_logit_penalty`).
+
+        Args:
+            padded: whether there is padding.
+
+        Raises:
+            Refused: it would count padding.
+        """
+        if padded:
+            check.refuse(
+                call.model,
+                f"{check.LOGIT_PENALTY} is on, and counts logits of padding, where a chunk's differ from the "
+                f"model's: give rows without padding, or set config.{check.LOGIT_PENALTY} to False",
+            )
+        is_of_mean = call.arguments.get("num_items_in_batch") is None
+        return LogitPenalty(PENALTY_COEFFICIENT / call.ids.numel(), is_of_mean)
+
+    def of_sum(self, divisor: Tensor | float) -> Tensor:
+        """Return the factor in a sum of losses that is divided by `divisor` later."""
+        return self.factor * torch.as_tensor(divisor if self.is_of_mean else 1.0, dtype=torch.float64)
