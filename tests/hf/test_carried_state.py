@@ -194,8 +194,9 @@ def test_a_labelled_token_after_a_cache_leaves_it_as_it_was(name: str) -> None:
 
 
 def test_a_cache_without_keys_does_not_know_its_length() -> None:
-    """Masks and positions that count the tokens before it, as generate's and PEFT's prefix tuning's do. Padding
-    that a mask hides there has left nothing in it."""
+    """Masks and positions that count the tokens before it, as generate's and PEFT's prefix tuning's do.
+
+    Padding that a mask hides there has left nothing in the cache."""
     ids = tokens(23)
     model = wrapped_copy(make(MAMBA))
     argument = name_of_cache(model)
