@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import adjoint
 from adjoint import Exact
 from adjoint.errors import UserError
-from tests.hf.hf_models import VOCAB, errors, float64_throughout, trained_like
+from tests.hf.hf_models import VOCAB, errors, float64_throughout, make
 
 LLAMA, MAMBA2 = "LlamaForCausalLM", "Mamba2ForCausalLM"
 IDS = torch.randint(3, VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))
@@ -32,7 +32,7 @@ def make_stack(method: Any, **arguments: Any) -> tuple[nn.Module, Arguments]:
 
 
 def make_wrapped(name: str, layers: int | None = None, **arguments: Any) -> tuple[nn.Module, Arguments]:
-    model = adjoint.wrap(trained_like(name, torch.float64), Exact(5, segment_layers=layers)).train()
+    model = adjoint.wrap(make(name, torch.float64), Exact(5, segment_layers=layers)).train()
     return model, {"input_ids": IDS, **arguments}
 
 

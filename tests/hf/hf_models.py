@@ -323,19 +323,6 @@ def make(
     return to_float64(model) if dtype == torch.float64 else model
 
 
-def trained_like(name: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> Any:
-    """Return a model whose delta rule has steps as small as in trained models.
-
-    At transformers' initial ones (dt_bias = 1) a state is gone after a token, and gradients of A_log and
-    dt_bias are the remainder of terms that cancel: there transformers' chunked form is 1e-12 from its
-    recurrent one, here 1e-14."""
-    model = make(name, dtype, **sizes)
-    with torch.no_grad():
-        for parameter in (p for n, p in model.named_parameters() if n.endswith("linear_attn.dt_bias")):
-            parameter -= 5
-    return model
-
-
 def refused_by_release(name: str) -> str:
     """Return why a class is refused under this release alone, or an empty text."""
     is_refused = EXACT_SINCE.get(name, (0, 0)) > RELEASE
@@ -370,10 +357,16 @@ def to_float64(model: Any) -> Any:
 
 
 def perturb_weights(model: Any) -> Any:
-    """Move a model's weights away from their initial values, and let experts compute in its own precision."""
+    """Move a model's weights away from their initial values, and let experts compute in its own precision.
+
+    Time steps become as short as in trained models. In Bamba, Falcon-H1, Granite, Jamba and Qwen's delta rule
+    they begin at dt_bias = 1 or 0, where states are gone after a few tokens: a fault in what chunks hand on
+    would hardly show, and gradients of A_log and dt_bias are the remainder of terms that cancel."""
     with torch.no_grad():
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             p.add_(torch.randn_like(p), alpha=0.05)
+            if name.endswith(("dt_bias", "dt_proj.bias")) and p.mean() > -1:
+                p -= 5
     if model._can_set_experts_implementation():  # the others compute in float32
         model.set_experts_implementation("eager")
     return model

@@ -32,7 +32,6 @@ from tests.hf.hf_models import (
     errors,
     float64_throughout,
     make,
-    trained_like,
     transformers,
 )
 
@@ -117,7 +116,7 @@ def shard(model: Any, **options: Any) -> Any:
 
 
 def sharded(name: str, first: str = "wrap", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    model = trained_like(name, dtype)
+    model = make(name, dtype)
     if first == "wrap":
         return shard(adjoint.wrap(model, METHOD), **options)
     return adjoint.wrap(shard(model, **options), METHOD)
@@ -161,7 +160,7 @@ def equal(rank: int, name: str, first: str, each_chunk: bool) -> None:
             (model(input_ids=own_rows, labels=own_rows, **routed).loss / 2).backward()
         each = [ids[i : i + 1] for ids in batches for i in range(RANKS)]
         losses = [lambda m, ids=ids: m(input_ids=ids, labels=ids, **routed).loss / 4 for ids in each]
-        assert_same(whole_gradients(model), unsharded(trained_like(name), *losses))
+        assert_same(whole_gradients(model), unsharded(make(name), *losses))
 
 
 @pytest.mark.sampled(37)

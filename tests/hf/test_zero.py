@@ -24,7 +24,7 @@ from torch import Tensor
 import adjoint
 from adjoint.errors import UserError
 from tests.both_kinds import ModelOfEitherKind
-from tests.hf.hf_models import VOCAB, current_gradients, float64_throughout, make, trained_like
+from tests.hf.hf_models import VOCAB, current_gradients, float64_throughout, make
 from tests.hf.test_fsdp import assert_same, unequal_batches, unsharded, ways_without_labels
 from tests.ranks import on_ranks
 from tests.test_rows_on_ranks import ModelOnRanks, compare_beginnings, compare_packed
@@ -125,13 +125,13 @@ def equal(name: str) -> None:
     routed = {"output_router_logits": True} if name == MIXTRAL else {}
     in_float64()
     with float64_throughout():
-        engine = initialized(adjoint.wrap(trained_like(name), METHOD), gradient_accumulation_steps=2)
+        engine = initialized(adjoint.wrap(make(name), METHOD), gradient_accumulation_steps=2)
         engine.backward(engine(**own_row(1), **routed).loss)
         engine(**own_row(2), **routed).loss.backward()
         count = 2 * dist.get_world_size()
         each = [ids[None] for seed in (1, 2) for ids in rows(seed)]
         losses = [lambda m, ids=ids: m(input_ids=ids, labels=ids, **routed).loss / count for ids in each]
-        assert_same(whole_gradients(engine), unsharded(trained_like(name), *losses))
+        assert_same(whole_gradients(engine), unsharded(make(name), *losses))
 
 
 @case
@@ -190,7 +190,7 @@ def adapters(name: str) -> None:
 
     def adapted() -> Any:
         torch.manual_seed(1)
-        model, targets = trained_like(name), {MAMBA2: ["in_proj"]}.get(name)
+        model, targets = make(name), {MAMBA2: ["in_proj"]}.get(name)
         config = peft.LoraConfig(
             r=3, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=targets or "all-linear"
         )
@@ -285,7 +285,7 @@ def losses_of_training(
     name: str, wraps: bool, dtype: torch.dtype = torch.float32, **config: Any
 ) -> list[float]:
     """Return the losses of a few steps, with evaluation and generation in between."""
-    model = trained_like(name, dtype)
+    model = make(name, dtype)
     engine, losses = initialized(adjoint.wrap(model, METHOD) if wraps else model, **config), []
     for step in range(3):
         for microbatch in range(config.get("gradient_accumulation_steps", 1)):
@@ -427,7 +427,7 @@ def trainer(name: str, folder: str) -> None:
 
     def losses(wraps: bool) -> list[float]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        model, logged = trained_like(name, torch.float32), []
+        model, logged = make(name, torch.float32), []
 
         class Note(TrainerCallback):
             def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:

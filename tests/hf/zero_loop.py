@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 import adjoint
-from tests.hf.hf_models import VOCAB, trained_like
+from tests.hf.hf_models import VOCAB, make
 
 STEPS = 3
 
@@ -38,7 +38,7 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     for name in sys.argv[1:]:
-        model, by_way = trained_like(name, torch.float32), []
+        model, by_way = make(name, torch.float32), []
         for wraps in (False, True):
             accelerator = Accelerator()
             copied = copy.deepcopy(model)

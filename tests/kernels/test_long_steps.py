@@ -89,7 +89,7 @@ def test_a_step_of_a_wrapped_model(name: str, sizes: dict[str, Any]) -> None:
     """Steps are small, as in trained models, so that states last. With AVX-512 one head of attention to a
     million tokens takes 45 minutes, two thirds of them in float64."""
     hf = pytest.importorskip("tests.hf.hf_models")
-    single = (hf.trained_like if "Qwen" in name else hf.make)(name, torch.float32, **sizes)
+    single = hf.make(name, torch.float32, **sizes)
     double, ids = copy.deepcopy(single).double(), walk(MILLION, hf.VOCAB)
 
     def step(model: torch.nn.Module) -> dict[str, Tensor]:
