@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from adjoint.engine.step import input_gradients
+from adjoint.engine.step import input_gradients, uncompiled
 from adjoint.engine.tile import Gradients
 from adjoint.errors import UserError
 from adjoint.kernels.checks import differentiable_once
@@ -39,12 +39,14 @@ class _Late(torch.autograd.Function):
         return values.pop()
 
     @staticmethod
+    @uncompiled
     @differentiable_once("a tensor that was computed without a graph")
     def backward(ctx: _LateContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # the check happens on access
         return None, None, *input_gradients(ctx.inputs, ctx.compute(cotangent))
 
 
+@uncompiled
 def with_late_gradient(values: Tensor, inputs: Sequence[Tensor], compute: LateBackward) -> Tensor:
     """Return a tensor that requires a gradient, which `compute` turns into those of the inputs.
 

@@ -104,6 +104,7 @@ class _Chunked(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @uncompiled
     @differentiable_once("a result by chunks")
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         for cotangent in cotangents:

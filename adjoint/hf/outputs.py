@@ -26,6 +26,7 @@ from adjoint.engine.continuation import frees_graph
 from adjoint.engine.generators import generators_of
 from adjoint.engine.late_gradient import LateBackward, refusing_gradient, with_late_gradient
 from adjoint.engine.leaves import leaves_of, suspend_hooks
+from adjoint.engine.step import uncompiled
 from adjoint.engine.tile import Gradients
 from adjoint.engine.weights import trained_parameters, whole_shape
 from adjoint.errors import UserError
@@ -239,6 +240,7 @@ class DeferredLogits(Tensor):
             self._plain = self._compute()
         return self._plain
 
+    @uncompiled
     def computed(self) -> Tensor:
         """Return the values; where gradients are on with the graph of this tensor, if it has one."""
         if not (torch.is_grad_enabled() and self.requires_grad):

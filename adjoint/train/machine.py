@@ -59,6 +59,12 @@ def pick_device(name: str, setting: str = "training.device") -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"{setting}: {name!r} is no device; use auto, cpu, cuda or cuda:1") from None
+    accelerator = torch.accelerator.current_accelerator()
+    if device.type not in ("cpu", "cuda", accelerator and accelerator.type):
+        raise UserError(
+            f"{setting}: {name} asked for, but this PyTorch computes nothing on {device.type}; "
+            f"use {'cuda' if torch.cuda.is_available() else f'{flag} cpu'}"
+        )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise UserError(

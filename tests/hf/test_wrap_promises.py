@@ -1333,6 +1333,19 @@ def test_inside_a_compiled_model() -> None:
     assert_exact(*zip(losses, gradients, strict=True))
 
 
+@pytest.mark.slow
+def test_a_compiled_step_may_read_the_logits() -> None:
+    def step(model: Any) -> Tensor:
+        out = model(**BATCH)
+        loss = out.loss + out.logits.logsumexp(-1).mean()
+        loss.backward()
+        return loss.detach()
+
+    models = [make("Mamba2ForCausalLM"), wrapped(make("Mamba2ForCausalLM"))]
+    losses = [step(models[0]), torch.compile(step, backend="eager")(models[1])]
+    assert_exact(*reversed([*zip(losses, map(current_gradients, models), strict=True)]))
+
+
 def test_a_setting_that_changes_at_every_call_is_named() -> None:
     model = wrapped(make("MambaForCausalLM", num_hidden_layers=1))
     model.backbone.register_forward_pre_hook(lambda module, _: setattr(module, "count", module.count + 1))

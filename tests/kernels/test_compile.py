@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from adjoint import Backprop, Exact, Stack
+from adjoint import Backprop, Exact, Stack, checkpoint_sequence
 from adjoint.layers import WINDOWED
 from tests.fuzz.operators import SHAPES
 from tests.kernels.helpers import (
@@ -122,6 +122,24 @@ def test_exact_over_compiled_blocks(mixer: str) -> None:
     loss, got = gradients(model, ids, ids, Exact(chunk_size=5))
     assert abs(loss.item() - plain[0].item()) <= 1e-12
     assert_same(got, plain[1])
+
+
+def test_a_compiled_step_leaves_the_backward_uncompiled() -> None:
+    """autograd calls the backward while Dynamo compiles the step around it."""
+    modules = [torch.nn.GRU(3, 4, batch_first=True).double() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x, state = torch.randn(2, 13, 3, dtype=torch.float64), torch.zeros(1, 2, 4, dtype=torch.float64)
+
+    def plain_step(module: torch.nn.Module) -> None:
+        module(x, state)[0].square().sum().backward()
+
+    @torch.compile(backend="eager")
+    def step(module: torch.nn.Module) -> None:
+        checkpoint_sequence(module, x, state, chunk_size=5)[0].square().sum().backward()
+
+    plain_step(modules[0])
+    step(modules[1])
+    assert_same(*(dict(current_gradients(module)) for module in reversed(modules)))
 
 
 @pytest.mark.slow

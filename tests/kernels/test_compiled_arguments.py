@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from adjoint.kernels import dispatch
 from adjoint.kernels.cpu import backend as cpu
@@ -73,6 +74,15 @@ def test_inputs_of_another_dtype_are_refused_where_they_come_in() -> None:
         cpu.past_attention_forward(*[q.bfloat16()] * 3, True, 0.3)
     with pytest.raises(ValueError, match=r"width of q must be a multiple of \d+, got shape \(1, 2, 5, 15\)"):
         cpu.past_attention_forward(*[q[..., :15]] * 3, True, 0.3)
+
+
+def test_tensors_that_wrap_others_are_refused() -> None:
+    """Such a class has no memory of its own: a cotangent of plain queries ended the process."""
+    q = torch.randn(1, 2, 5, 16, dtype=torch.float64)
+    out, log = cpu.past_attention_forward(q, q, q, True, 0.3)
+    d = TwoTensor(torch.ones_like(q), torch.ones_like(q))
+    with pytest.raises(ValueError, match=r"kernel attention reads memory, and d is a TwoTensor, which has"):
+        cpu.past_attention_backward(d, q, q, q, out, log, True, 0.3, torch.zeros_like(log))
 
 
 def test_results_are_written_where_they_are_or_refused() -> None:

@@ -121,6 +121,7 @@ VALUES = [
     ("--model.mixer mamba_ssm", "did you mean mamba?"),
     ("--training.precision fp8", "one of auto, float32, bfloat16, float64"),
     ("--training.device nothing", "is no device"),
+    ("--training.device meta", "meta asked for, but this PyTorch computes nothing on meta"),
     ("--training.optimizer adamw8bit --training.precision float64", "use adamw for"),
     ("--data.seqlen 1", "--data.seqlen: expected a whole number (2 or more)"),
     ("--data.eval_fraction nan", "--data.eval_fraction: expected a number from 0 to 0.5"),

@@ -68,8 +68,9 @@ class _Args(ctypes.Structure):
         """Call a compiled function. Inputs whose layout does not fit their field are copied.
 
         Raises:
-            ValueError: a tensor has another dtype or device, and would be read as other numbers; or the
-                layout of an output does not fit its field: a copy would get the results.
+            ValueError: a tensor has another dtype or device, and would be read as other numbers; or is of a
+                class that wraps other tensors, as DTensor does; or the layout of an output does not fit its
+                field: a copy would get the results.
         """
         tensors = vars(self)
         for name, x in (*inputs.items(), *outputs.items()):
@@ -100,6 +101,11 @@ class _Args(ctypes.Structure):
                 raise ValueError(
                     f"the compiled CPU kernel {function} needs {name} in {expected} on the CPU, "
                     f"got {x.dtype} on {x.device}"
+                )
+            if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its address is 0
+                raise ValueError(
+                    f"the compiled CPU kernel {function} reads memory, and {name} is a {type(x).__name__}, "
+                    "which has none of its own"
                 )
         for size in self.nonzero_sizes:
             if not getattr(self, size):
