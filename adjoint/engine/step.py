@@ -34,6 +34,9 @@ from adjoint.layers import State
 T = TypeVar("T")
 # (cotangents of the results) → (gradients of `grad_inputs`, cotangents of the initial states and embeddings)
 Backward = Callable[..., tuple[Gradients, Sequence[Tensor | None]]]
+DELAYED_HOOK = (
+    "_delayed_all_reduce_hook"  # DistributedDataParallel's, of one parameter, that reads others' .grad
+)
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
@@ -134,8 +137,15 @@ def input_gradients(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tens
     shows which inputs had a part."""
     grads = [gradients.get(t) for t in inputs]
     for tensor, gradient in zip(inputs, grads, strict=True):
-        if gradient is None and tensor.is_leaf:
-            hooks = tensor._backward_hooks or {}
+        hooks = tensor._backward_hooks if tensor.is_leaf else None
+        if not hooks:
+            continue
+        if DELAYED_HOOK in [getattr(hook, "__name__", "") for hook in hooks.values()]:
+            raise UserError(
+                "DistributedDataParallel(delay_all_reduce_named_params=…) averages when the gradient of "
+                "param_to_hook_all_reduce comes, but by chunks all gradients come at once: leave both out"
+            )
+        if gradient is None:
             hooks |= {key: _SkipNone(hook) for key, hook in hooks.items() if not isinstance(hook, _SkipNone)}
     return grads
 

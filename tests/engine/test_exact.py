@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -445,6 +446,21 @@ def test_second_derivatives_are_refused() -> None:
         loss = model(ids, labels=ids, method=method).loss
         with pytest.raises(RuntimeError, match="is differentiable once"):
             torch.autograd.grad(loss, [model.norm_f.weight], create_graph=True)
+
+
+def test_a_hook_that_reads_other_gradients_is_refused() -> None:
+    """DDP's, on one parameter, would average delayed gradients of others before they are there."""
+    model, ids = make_model("mamba").float(), make_ids(1, 20)
+    delayed = [("norm_f.weight", model.norm_f.weight)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        options: dict[str, Any] = {"param_to_hook_all_reduce": model.embedding.weight}
+        ddp = nn.parallel.DistributedDataParallel(model, delay_all_reduce_named_params=delayed, **options)
+        loss = ddp(ids, labels=ids, method=Exact(8)).loss
+        with pytest.raises(UserError, match="by chunks all gradients come at once: leave both out"):
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("hidden", [False, True])
