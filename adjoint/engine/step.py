@@ -134,7 +134,11 @@ def input_gradients(inputs: Sequence[Tensor], gradients: Gradients) -> list[Tens
 
     Users' hooks are made to skip None, as if the tensor had no part in the loss; by itself autograd would
     call them with None. A function cannot leave an input out once it has run, and it is the backward that
-    shows which inputs had a part."""
+    shows which inputs had a part.
+
+    Raises:
+        UserError: DistributedDataParallel delays the reduction of some gradients until another one comes.
+    """
     grads = [gradients.get(t) for t in inputs]
     for tensor, gradient in zip(inputs, grads, strict=True):
         hooks = tensor._backward_hooks if tensor.is_leaf else None
