@@ -7,6 +7,7 @@ import copy
 import functools
 import re
 import statistics
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,22 @@ def test_masked_attention_takes_few_queries_at_a_time(
     monkeypatch.setattr(replacements, "MASKED_PAIRS", 100)  # more than in the comparison on first use
     with one_line("transformer.h.0.self_attention has a mask of 128 pairs of a query and a key"):
         falcon(**inputs)
+
+
+def test_states_that_cannot_last_are_told() -> None:
+    """Models made from a configuration begin so; those of `make` have the time steps of trained ones."""
+    model, ids = adjoint.wrap(make("BambaForCausalLM", torch.float32), adjoint.Exact(8)), make_ids(1, 20)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*recurrent layers keep at most")
+        model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer, "mamba"):
+                layer.mamba.dt_bias.fill_(1)
+                layer.mamba.A_log.copy_(torch.arange(1, len(layer.mamba.A_log) + 1).log())
+    message = "BambaForCausalLM: recurrent layers keep at most 27% of a state from one token to the next"
+    with pytest.warns(UserWarning, match=message):
+        adjoint.wrap(model, adjoint.Exact(7))(input_ids=ids, labels=ids)
 
 
 def test_a_scan_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ from adjoint.hf.verify.trials import (
     refuse_left_padding,
     reproduces_padding,
     warn_if_documents_mix,
+    warn_of_fleeting_states,
     warn_of_idle_adapters,
 )
 from adjoint.hf.wrap_state import wrap_state_or_original
@@ -317,6 +318,8 @@ def verify(call: Call) -> Verification:
     kind = kind._replace(padded=padded, shared=verification.wrap_state.group is not None)
 
     def compare_gradients(kind: CallKind) -> float:
+        if verification.holding.is_plain:
+            warn_of_fleeting_states(model)
         functions = gradient_functions(verification.wrap_state.method, kind, verification.fetches)
         return compare(model if kind.loss else backbone_of(model), *functions, CHUNKS, _explain_loss)
 

@@ -1,4 +1,5 @@
-"""Trials of a model on a few tokens: padding, packed documents, inputs and adapters that it may ignore.
+"""Trials of a model on a few tokens: padding, packed documents, inputs and adapters that it may ignore; and
+whether its states can last.
 
 The gradients of a few tokens are compared in `trial_gradients`."""
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from adjoint.engine.module_tensors import UntrainedTensors
@@ -273,6 +275,7 @@ def _tensors(output: Mapping[str, object] | Sequence[object]) -> tuple[Tensor, .
 # Takes names of parameters, and returns their gradients of a few tokens, None for none.
 ComputeGradients = Callable[[Sequence[str]], Mapping[str, Tensor | None]]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+MIN_KEPT_SHARE = 0.6  # of a state from one token to the next; Mamba-2's slowest head begins above 0.9
 
 
 def warn_of_idle_adapters(
@@ -344,3 +347,28 @@ def _prefixes(name: str) -> list[str]:
     """Return the names of the modules around a parameter, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+@torch.no_grad()
+def warn_of_fleeting_states(model: PreTrainedModel) -> None:
+    """Warn if no recurrent layer can keep its state for more than a few tokens.
+
+    transformers begins Bamba, Falcon-H1, Granite and Jamba from a configuration with time steps near 1, where
+    Mamba-2 draws them from 0.001 to 0.1. Without an input, a head keeps exp(-softplus(dt_bias) exp(A_log)) of
+    its state per token."""
+    kept_shares, steps = list[float](), list[float]()
+    for module in model.modules():
+        bias, A_log = getattr(module, "dt_bias", None), getattr(module, "A_log", None)
+        bias = getattr(getattr(module, "dt_proj", None), "bias", None) if bias is None else bias
+        if isinstance(bias, Tensor) and isinstance(A_log, Tensor) and bias.numel() and A_log.numel():
+            step = F.softplus(bias.float()).min()
+            kept_shares.append(float((-step * A_log.float().exp().min()).exp()))
+            steps.append(float(step))
+    kept_share = max(kept_shares, default=1.0)
+    if kept_share < MIN_KEPT_SHARE:
+        warnings.warn(
+            f"{original_class(model).__name__}: recurrent layers keep at most {kept_share:.0%} of a state "
+            f"from one token to the next, as time steps, softplus(dt_bias), are {min(steps):.2g} and up; to "
+            "train from scratch, let dt_bias be log(expm1(dt)) with dt from 0.001 to 0.1, as Mamba-2's",
+            stacklevel=2,
+        )
