@@ -656,7 +656,6 @@ def test_a_curve_of_a_folder_has_backpropagation_once(
         ("plan --cluster.shards 2 --cluster.helpers 1", "cluster.helpers: this model has attention"),
         ("plan --device-memory 1MB", "what fits:"),
         ("plan --model.d_model 64", "model.from_pretrained has its own"),
-        ("sweep --out nowhere", "a Stack can be a mamba or a mamba2 model"),
     ],
 )
 def test_what_a_pretrained_model_does_not_take_is_one_line(
