@@ -97,7 +97,8 @@ def test_a_kernel_that_changes_has_another_key(monkeypatch):
 # Triton's versions lay the selective scan's tiles out each in its own way, with the same values and several
 # times slower where it is the wrong one: `make test-versions` runs the tests of this name with others. Under
 # another version all kernels are compiled, else those that have changed since they were recorded.
-@pytest.mark.parametrize("capability", [80, 90])
+# Triton 3.6 spills 212 bytes on sm_80, in one pass of the backward.
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_the_selective_scan_keeps_its_layout(capability):
     """As a model runs it: bfloat16, no resets, even sizes."""
     name = "selective scan, bf16, d_state 16"
