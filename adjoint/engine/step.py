@@ -34,9 +34,8 @@ from adjoint.layers import State
 T = TypeVar("T")
 # (cotangents of the results) → (gradients of `grad_inputs`, cotangents of the initial states and embeddings)
 Backward = Callable[..., tuple[Gradients, Sequence[Tensor | None]]]
-DELAYED_HOOK = (
-    "_delayed_all_reduce_hook"  # DistributedDataParallel's, of one parameter, that reads others' .grad
-)
+# The hook of DistributedDataParallel on one parameter, which reads the gradients of others.
+DELAYED_HOOK = "_delayed_all_reduce_hook"
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
