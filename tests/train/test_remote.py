@@ -226,7 +226,7 @@ def test_a_run_killed_while_it_uploads_resumes_from_the_last_whole_checkpoint(
     save_async: bool, local: Path, tmp_path: Path
 ) -> None:
     """Killed in some upload of the second checkpoint, the run ends with the bits of an undisturbed one."""
-    names = ("trainer.json",) if save_async else ("model.safetensors", MANIFEST)
+    names = ("trainer.json",) if save_async else ("model.safetensors", "trainer.json", MANIFEST)
     shutil.copy(local.parent / "text.txt", tmp_path)
     bucket = f"file://{tmp_path}/bucket"
     for number, name in enumerate(names):
