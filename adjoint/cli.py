@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     format_before = warnings.formatwarning
     warnings.formatwarning = _format_warning
-    streams = [None if stream is None else _Output(stream) for stream in (sys.stdout, sys.stderr)]
+    streams = [None if stream is None else _ReaderMayLeave(stream) for stream in (sys.stdout, sys.stderr)]
     try:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             return _run(sys.argv[1:] if argv is None else argv, streams)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.formatwarning = format_before
 
 
-def _run(argv: list[str], streams: Sequence[_Output | None]) -> int:
+def _run(argv: list[str], streams: Sequence[_ReaderMayLeave | None]) -> int:
     try:
         try:
             return _dispatch(argv)
@@ -149,7 +149,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return out_of_memory(error)
 
 
-class _Output:
+class _ReaderMayLeave:
     """A stream whose reader may go away, as under ``| head`` or when a terminal closes. What is written then
     is dropped, and the command goes on: a run writes its metrics and checkpoints all the same. Characters
     that the stream cannot encode, as in a file's name that is no UTF-8, are written as escapes."""

@@ -146,7 +146,7 @@ class _Program(NamedTuple):
     has_past_results: Sequence[bool] = ()
 
 
-class _Tile(NamedTuple):
+class _TileCall(NamedTuple):
     """A tile that is replayed.
 
     Attributes:
@@ -343,7 +343,7 @@ class Programs:
             self._make_slots(kind)
             self.bound = None
             # a recorder may compute with what is there
-            copy_all(*self._copies_in(_Tile(kind, mode, stage, inputs, ())))
+            copy_all(*self._copies_in(_TileCall(kind, mode, stage, inputs, ())))
             kind.programs[mode] = self._record(kind, mode, stage, chunk)
         except Exception as error:
             # the stage itself runs next, and raises it again if it is not the recording's
@@ -445,7 +445,7 @@ class Programs:
 
     # ------------------------------------------------------------------------------------------------ replays
 
-    def _copies_in(self, tile: _Tile) -> tuple[list[Tensor], list[Tensor]]:
+    def _copies_in(self, tile: _TileCall) -> tuple[list[Tensor], list[Tensor]]:
         """Return targets and sources of the copies of a tile's inputs into the slots and, if another stage's
         are there, of the stage's weights."""
         kind, stage, slots, bound = tile.kind, tile.stage, tile.slots, self.bound
@@ -460,7 +460,7 @@ class Programs:
         self.bound = slots, stage
         return targets, sources
 
-    def run_call(self, tile: _Tile, gradients: Gradients | None = None) -> int:
+    def run_call(self, tile: _TileCall, gradients: Gradients | None = None) -> int:
         """Replay a mode's call; return the number by which its tape is valid.
 
         Args:
@@ -486,7 +486,7 @@ class Programs:
 
     def pull_back(
         self,
-        tile: _Tile,
+        tile: _TileCall,
         cotangents: Cotangents,
         gradients: Gradients,
         run: int,
@@ -539,7 +539,7 @@ class Programs:
 
     def _begin_sums(
         self,
-        tile: _Tile,
+        tile: _TileCall,
         gradients: Gradients,
         targets: list[Tensor],
         sources: list[Tensor],
@@ -745,7 +745,7 @@ class Replayed(StageAround):
 
     # ------------------------------------------------------------------------------------------------- tiles
 
-    def _replayed(self, tile: _Tile, gradients: Gradients | None = None) -> tuple[int, Tensor, State]:
+    def _replayed(self, tile: _TileCall, gradients: Gradients | None = None) -> tuple[int, Tensor, State]:
         """Replay a call; return its number (`Programs.run_call`), and copies of y and the state after it.
 
         Append-only pieces, which the slab has, stay in the slots."""
@@ -766,7 +766,7 @@ class Replayed(StageAround):
             y, after = self.stage.forward(x, state, chunk)
             programs.note_forward(kind, "forward", self, inputs, y, after)
             return y, after
-        _, y, after = self._replayed(_Tile(kind, "forward", self, inputs, state))
+        _, y, after = self._replayed(_TileCall(kind, "forward", self, inputs, state))
         if not kind.is_trusted(program, chunk):
             kind.is_verified |= program.start != chunk.start
             return self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
@@ -792,7 +792,7 @@ class Replayed(StageAround):
         program = kind.programs.get("forward")
         if program is None or program.start == chunk.start:
             return
-        _, y, after = self._replayed(_Tile(kind, "forward", self, inputs, state))
+        _, y, after = self._replayed(_TileCall(kind, "forward", self, inputs, state))
         kind.is_verified = True
         self._compared(kind, (y, after), lambda: self.stage.forward(x, state, chunk))
 
@@ -845,7 +845,7 @@ class Replayed(StageAround):
             if kind is not None:
                 programs.note_forward(kind, mode, self, inputs, y, after)
             return y, after, _EagerTape(tape, self, kind)
-        tile, run, late = _Tile(kind, mode, self, inputs, state), 0, list[Tensor | None]()
+        tile, run, late = _TileCall(kind, mode, self, inputs, state), 0, list[Tensor | None]()
         if program.call is None:
             # of a whole stage nothing is replayed before the executor has read them
             stays = [dim is not None and self.is_whole_stage for dim in self.grows]

@@ -86,7 +86,9 @@ class StateHandoff(Handoff):
             self._wait_for_state = None
         if self._received is not None:
             return self._received
-        state = _Receive.apply(self.anchor, self) if torch.is_grad_enabled() else self.copy_of_initial_state()
+        state = (
+            _TakeState.apply(self.anchor, self) if torch.is_grad_enabled() else self.copy_of_initial_state()
+        )
         if self.rows_to_reset is not None:
             state = state.masked_fill(self.rows_to_reset.view(-1, *[1] * (state.dim() - 1)), 0)
         if not self._forward_ended:  # storing a recomputed state would keep its whole graph alive
@@ -117,7 +119,7 @@ class StateHandoff(Handoff):
         if self.next_rank is not None:
             self._send(self.next_rank, state.detach())
         followed = self.gradient_source is not None and torch.is_grad_enabled()
-        self._sent = _Send.apply(state, self) if followed else state
+        self._sent = _PassStateOn.apply(state, self) if followed else state
         return self._sent
 
     def end_forward(self) -> None:
@@ -163,7 +165,9 @@ class StateHandoff(Handoff):
         self._unfinished_sends.append(self.messages.start(to, message, self.tag))
 
 
-class _Receive(torch.autograd.Function):
+class _TakeState(torch.autograd.Function):
+    """The state before the chunk; the backward hands its cotangent to the rank that it came from."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, handoff: StateHandoff) -> Tensor:
         ctx.handoff = handoff
@@ -175,7 +179,9 @@ class _Receive(torch.autograd.Function):
         return None, None
 
 
-class _Send(torch.autograd.Function):
+class _PassStateOn(torch.autograd.Function):
+    """The state after the chunk, as it is; the backward waits for the cotangent of the rank that reads it."""
+
     @staticmethod
     def forward(ctx: Any, state: Tensor, handoff: StateHandoff) -> Tensor:
         ctx.handoff, ctx.dtype = handoff, state.dtype
