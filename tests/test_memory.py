@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -96,3 +99,35 @@ def test_a_gpu_that_torch_cannot_use_is_told(
         warnings.simplefilter("always")
         assert machine.pick_device("auto") == torch.device("cpu")
     assert [("2 GPUs, which this PyTorch cannot use" in str(w.message)) for w in found] == [True] * warned
+
+
+# Prints how much of four blocks of 5 MiB at the end of the heap glibc hands back once they are freed.
+_HANDED_BACK = """
+import ctypes
+from adjoint import memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+libc.sbrk.argtypes = [ctypes.c_ssize_t]
+def handed_back():
+    for _ in range(2):  # the first time, a block is the system's own, and freeing it raises the thresholds
+        blocks = [libc.malloc(5 << 20) for _ in range(4)]
+        end = libc.sbrk(0)
+        for block in blocks:
+            libc.free(block)
+    return end - libc.sbrk(0)
+before = handed_back()
+memory.keep_freed_memory()
+print(before, handed_back())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_stays_with_the_process() -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
+    command = [sys.executable, "-c", _HANDED_BACK]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    before, after = map(int, printed.split())
+    assert before >= 15 << 20 and after == 0

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from adjoint import memory
 from adjoint.batch import Batch
 from adjoint.engine import budget, chunk_size
 from adjoint.engine.continuation import STEP, frees_graph
@@ -263,6 +264,8 @@ class ChunkedStep:
         Args:
             in_turn: whether the processes have agreed on the chunks of all steps of the call.
         """
+        if self.batch.ids.device.type == "cpu":
+            memory.keep_freed_memory()
         begin = self.sweep.begin_in_turn if in_turn else self.sweep.begin
         self.spec = spec = begin(self.batch, self.spec, self.distribution)
         self.distribution.begin(self.stages, spec, self.batch.ids.device)
