@@ -37,7 +37,7 @@ from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_t
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.train.checkpoint import merged_model, write_file
-from adjoint.train.dependencies import check_tokenizer
+from adjoint.train.dependencies import check_tokenizer, not_there
 from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.peft_adapters import TIED, is_tied
 from adjoint.train.pretrained import configuration
@@ -332,7 +332,7 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     return (
         ", its tokenizer"
         if originals
-        else f", without its tokenizer {tokenizer}, which is not there any more"
+        else f", without its tokenizer ({tokenizer}, {not_there(tokenizer)})"
     )
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import adjoint
 from adjoint.cli import main
+from adjoint.data.tokenizer import load_tokenizer
 from adjoint.errors import UserError
 from adjoint.tools.export import export
 from adjoint.train.checkpoint import trained_model
@@ -234,3 +235,29 @@ def test_an_exported_stack_ends_texts(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.eos_token_id == model.generation_config.eos_token_id == 0
+
+
+def test_an_export_is_trained_on_with_its_end_of_text(tmp_path: Path) -> None:
+    """Also where that is no special token of its tokenizer."""
+    short = {"training__steps": 1, "training__sample_tokens": 0}
+    assert train_tiny(tmp_path, **short, data__separator="\n") == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    assert load_tokenizer(str(tmp_path / "out")).separator_ids == (10,)
+    assert load_tokenizer(str(tmp_path / "out"), "").separator_ids == ()
+    shutil.rmtree(tmp_path / "run")
+    assert train_tiny(tmp_path, **short, model__from_pretrained=tmp_path / "out") == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "again")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == 10
+
+
+def test_an_export_says_where_its_tokenizer_is_looked_for(tmp_path: Path) -> None:
+    base = base_folder("LlamaForCausalLM", tmp_path / "base")
+    for tokenizer, remedy in (
+        ("words", "call this in the folder the run began in"),
+        ("/no/words", "put it back"),
+    ):
+        model = load(str(base), adjoint.Exact())
+        checkpoint = checkpoint_of(model, tmp_path / remedy, base, tokenizer=tokenizer)
+        said = export(checkpoint, tmp_path / f"out {remedy}", "transformers")
+        assert f", without its tokenizer ({tokenizer}, which is not there; {remedy})" in said
