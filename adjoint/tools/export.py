@@ -330,9 +330,7 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     for file in originals:
         shutil.copyfile(file, work / ("tokenizer.json" if Path(tokenizer) == file else file.name))
     return (
-        ", its tokenizer"
-        if originals
-        else f", without its tokenizer ({tokenizer}, {not_there(tokenizer)})"
+        ", its tokenizer" if originals else f", without its tokenizer ({tokenizer}, {not_there(tokenizer)})"
     )
 
 

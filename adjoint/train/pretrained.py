@@ -21,7 +21,11 @@ from adjoint.formats import file_format_of
 from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
-from adjoint.hf.transformers_api import distributed_config_class, transformers_logging
+from adjoint.hf.transformers_api import (
+    distributed_config_class,
+    transformers_logging,
+    use_float64_experts,
+)
 from adjoint.hf.verify.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
@@ -196,6 +200,7 @@ def unwrapped(
             )
     keep_trainable(model)
     set_compute_dtype(model, dtype)
+    use_float64_experts(model)
     return model
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import adjoint
 from adjoint.cli import main
+from adjoint.cluster.training import described_model
 from adjoint.data.tokenizer import load_tokenizer
 from adjoint.errors import UserError
 from adjoint.tools.export import export
@@ -168,17 +169,23 @@ def test_what_transformers_keeps_in_float32_stays_so_in_a_folder_of_float32(tmp_
     assert {t.dtype for key, t in exported.items() if key.endswith("norm.weight")} == {torch.bfloat16}
 
 
+def float64_folder(name: str, folder: Path) -> Any:
+    """Write a model whose weights are no values of float32, and return it."""
+    model = make(name, torch.float64, vocab_size=256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-9 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_folder_in_float64_stays_so(adapters: bool, precision: str, tmp_path: Path) -> None:
     """Trained tensors have the checkpoint's values, untrained ones the folder's, to the last bit.
 
     Adapters are merged in float64, and a run in float64 begins with the folder's values."""
-    model = make("Mamba2ForCausalLM", torch.float64, vocab_size=256)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + 1e-9 * torch.randn_like(parameter))  # no values of float32
-    model.save_pretrained(tmp_path / "base")
+    model = float64_folder("Mamba2ForCausalLM", tmp_path / "base")
     flags: dict[str, Any] = {"model__from_pretrained": tmp_path / "base", "training__precision": precision}
     if adapters:
         pytest.importorskip("peft")
@@ -203,6 +210,20 @@ def test_a_folder_in_float64_stays_so(adapters: bool, precision: str, tmp_path: 
             assert torch.equal(tensor, expected if adapters else trained[name].double()), name
             if precision == "float64" and not adapters:
                 assert torch.equal(begun[name], base[name]), name
+
+
+def test_experts_in_float64_have_adapters_and_layer_shards(tmp_path: Path) -> None:
+    """Shards begin with the folder's bits; transformers' grouped products take no float64."""
+    pytest.importorskip("peft")
+    model = float64_folder("JambaForCausalLM", tmp_path / "base")
+    words = f"--model.from_pretrained {tmp_path}/base --training.precision float64 --data.tokenizer byte"
+    config = load_config(words.split())
+    described_model(config, tmp_path / "shards")
+    begun = load_file(tmp_path / "shards/model.safetensors")
+    assert begun.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(begun[name], parameter) for name, parameter in model.named_parameters())
+    adapted = load(str(tmp_path / "base"), adjoint.Exact(4), LORA | DEFAULT, dtype=torch.float64)
+    assert loss_of(adapted) == pytest.approx(loss_of(model), rel=1e-6)
 
 
 def test_an_export_has_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
