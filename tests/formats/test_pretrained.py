@@ -93,6 +93,17 @@ def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
         Stack.from_pretrained(tmp_path)
 
 
+def test_adapters_are_merged_before_a_model_is_copied() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(hf_model(MAMBA), peft.LoraConfig(r=2, target_modules=["in_proj"]))
+    for model in (adapted, adapted.base_model.model):
+        with pytest.raises(ValueError, match=r"has adapters of PEFT; merge them first: .*merge_and_unload"):
+            Stack.from_transformers(model)
+    merged = adapted.merge_and_unload()
+    with torch.no_grad():
+        assert relative(Stack.from_transformers(merged)(IDS).logits, logits_of_transformers(merged)) <= 1e-12
+
+
 @pytest.mark.parametrize("told", [True, None])  # what config.json says of tying; None: nothing
 def test_a_stored_head_that_differs_is_kept(told: bool | None, tmp_path: Path) -> None:
     model = hf_model(MAMBA, tie_word_embeddings=False)
