@@ -203,15 +203,16 @@ def trained_model(
     merged into its weights, unless these are quantized."""
     from adjoint.hf.model_parts import base_of
     from adjoint.train.peft_adapters import merged
-    from adjoint.train.pretrained import KEY, load
+    from adjoint.train.pretrained import KEY, prepared, unwrapped
     from adjoint.train.quantization import described
 
     config = read_trainer(checkpoint)["config"]
     settings = config["model"]
     check_model(checkpoint, config)
-    lora, trusted = settings.get("lora"), settings.get("trust_remote_code", False)
-    kind, dtype = settings.get("quantization"), _weights_dtype(config)
-    model = load(settings["from_pretrained"], method, lora, trusted, KEY, kind, device, dtype)
+    folder, lora = settings["from_pretrained"], settings.get("lora")
+    trusted, kind = settings.get("trust_remote_code", False), settings.get("quantization")
+    model = unwrapped(folder, _weights_dtype(config), trusted, KEY, kind, device)
+    model = prepared(model, folder, method, lora)
     load_checkpoint(checkpoint, model, verify=False)
     if described(model.config) is None:
         return (merged(model) if lora else model).to(device)

@@ -115,21 +115,20 @@ def load(
     lora: LoraSettings | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
-    quantization: str | None = None,
-    device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """Return the model of a folder, wrapped.
 
     Args:
         lora: settings of `model.lora`, for a model with adapters.
-        trust_remote_code, quantization, device, dtype: as in `unwrapped`.
+        trust_remote_code, dtype, device: as in `unwrapped`.
         key: what the folder was given as, for an error.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
-    model = unwrapped(directory, dtype, trust_remote_code, key, quantization, device)
+    model = unwrapped(directory, dtype, trust_remote_code, key, None, device)
     return prepared(model, directory, method, lora, key)
 
 

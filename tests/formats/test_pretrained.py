@@ -352,7 +352,7 @@ def test_where_a_run_deletes_the_checkpoint_meanwhile_the_next_one_is_read(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As one that goes on does, by `training.keep_checkpoints`."""
+    """A run that goes on deletes checkpoints by `training.keep_checkpoints`."""
     first, second = make_model("mamba"), make_model("mamba", seed=1)
     run, out = as_run(tmp_path / "run", first), tmp_path / "out"
     trainer: Any = {"config": {"model": dataclasses.asdict(first.config)}}

@@ -140,7 +140,7 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
         from adjoint.train.pretrained import load as load_pretrained
 
         key, dtype = "adjoint eval", weights_dtype(precision)
-        module = load_pretrained(folder, Exact(), None, trust_remote_code, key, None, device, dtype)
+        module = load_pretrained(folder, Exact(), None, trust_remote_code, key, dtype, device)
         tokenizer = tokenizer_in(folder)
         if tokenizer is None:
             check_bytes(folder, module.config.get_text_config().vocab_size)
