@@ -28,12 +28,13 @@ import re
 import shutil
 import sys
 import warnings
-from typing import Any, TypedDict
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
 from adjoint.errors import UserError
-from adjoint.files import is_utf8
+from adjoint.files import LOCK, is_utf8
 from adjoint.files.distributed_checkpoint import DistributedTensors, NamedTensor, is_distributed_checkpoint
 from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
 
@@ -43,6 +44,7 @@ RNG, TRAINER = "rng.pt", "trainer.json"
 _NOISE = "dropout and other noise are drawn again from training.seed"
 REMOVING = ".removing-"  # a folder that a kill may leave; the next save deletes it
 _NAME = re.compile(r"step-(\d{8,})")
+T = TypeVar("T")
 
 
 class FileEntry(TypedDict):
@@ -114,7 +116,13 @@ def newest_checkpoint(directory: str | Place) -> Place | None:
     for path in reversed(checkpoints):
         try:
             verify_checkpoint(path)
-        except DamagedCheckpoint as error:
+        except RemoteError:
+            raise
+        except (UserError, FileNotFoundError) as error:
+            if not _is_written(path):  # deleted meanwhile, by a run that goes on
+                return newest_checkpoint(directory)
+            if not isinstance(error, DamagedCheckpoint):
+                raise
             refusals.append(error)
             continue
         for refusal in refusals:
@@ -149,7 +157,7 @@ def checkpoint_at(path: Place, called: str) -> Place:
     Raises:
         UserError: there is no good checkpoint.
     """
-    if not (path / "checkpoints").is_dir():
+    if not (path / "checkpoints").is_dir() and not (path / LOCK).is_file():  # which a run makes first
         try:
             warn_of_lost_files(path)
         except UserError as error:
@@ -169,6 +177,27 @@ def checkpoint_at(path: Place, called: str) -> Place:
     if newest is None:
         raise UserError(f"{called}: the run has no checkpoint yet; train on, or name another run")
     return newest.absolute()
+
+
+def read_checkpoint(path: Place, called: str, read: Callable[[Place], T]) -> T:
+    """Return what a function makes of the checkpoint that `checkpoint_at` returns for the same arguments.
+
+    A run that goes on deletes old checkpoints. If it deletes the one that is being read, the function is
+    called again with the newest one.
+
+    Args:
+        read: reads all that it needs of a checkpoint before it returns.
+
+    Raises:
+        UserError: there is no good checkpoint; or as `read` does.
+    """
+    while True:
+        checkpoint = checkpoint_at(path, called)
+        try:
+            return read(checkpoint)
+        except (UserError, FileNotFoundError):
+            if _is_written(checkpoint) or not (path / "checkpoints").is_dir():
+                raise
 
 
 def verify_checkpoint(path: str | Place) -> None:
@@ -414,6 +443,18 @@ class StoredTensors:
         """Return the tensors stored as "owner|key", by key: of a parameter, its optimizer state."""
         names = [name for name in self.files_by_name if name.rpartition("|")[0] == owner]
         return {name.rpartition("|")[2]: self[name] for name in names}
+
+
+def model_tensors(checkpoint: Place) -> StoredTensors:
+    """Return the tensors of a checkpoint's model.
+
+    Raises:
+        UserError: there are none, or a file is damaged.
+    """
+    stored = StoredTensors(checkpoint, "model")
+    if not stored.files_by_name:
+        raise UserError(f"{checkpoint}: has no weights; name another checkpoint, or copy its files back")
+    return stored
 
 
 class _TensorEntry(TypedDict):

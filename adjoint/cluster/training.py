@@ -46,6 +46,7 @@ from adjoint.stack.sharded_stack import ShardedStack
 from adjoint.train.checkpoint import check_config
 from adjoint.train.config import Config, load_config
 from adjoint.train.language_model import StackLM, model_class
+from adjoint.train.machine import weights_dtype
 from adjoint.train.metrics import MetricsRow
 from adjoint.train.optimizer import learning_rate
 from adjoint.train.rundir import open_run
@@ -124,7 +125,8 @@ def described_model(config: Config, folder: Path | None) -> tuple[ShardedModel, 
     trusted = config.model.trust_remote_code
     pretrained = described_by_files(directory, config.method, trusted)
     if pretrained is None:
-        pretrained, weights = described(directory, config.method, folder, trusted), folder
+        dtype = weights_dtype(config.training.precision)
+        pretrained, weights = described(directory, config.method, folder, trusted, dtype), folder
     return ShardedPretrained(pretrained), weights
 
 

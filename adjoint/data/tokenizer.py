@@ -137,7 +137,7 @@ class FileTokenizer:
         self.vocab_size = 1 + max(self._vocab.values(), default=-1)
         if self.vocab_size == 0:
             raise UserError(f"data.tokenizer {path}: its vocabulary is empty")
-        self.separator_ids = self._separator(separator)
+        self.separator_ids = self._separator(separator, folder)
         self.bos_ids = self._beginning()
         self.chats = bool(_configured(folder, "chat_template") if self.renderer is None else self._template)
         digest = hashlib.blake2b(digest_size=16)
@@ -289,7 +289,7 @@ class FileTokenizer:
         )
         return ()
 
-    def _separator(self, separator: str | None) -> tuple[int, ...]:
+    def _separator(self, separator: str | None, folder: Path) -> tuple[int, ...]:
         if separator == "":
             return ()
         if separator is not None:
@@ -299,6 +299,10 @@ class FileTokenizer:
         for token in (self._eos, "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]"):
             if token in self._vocab:
                 return (self._vocab[token],)
+        # an export of a run with a separator that is no special token says so in the model's configuration
+        end = _read_json(folder / "config.json").get("eos_token_id")
+        if isinstance(end, int) and end in self._vocab.values():
+            return (end,)
         raise UserError(
             f"data.tokenizer {self.name} has no known end-of-text token: "
             'name the token that closes a document with data.separator, or "" for none'

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adjoint.checkpoint import MANIFEST, StoredTensors, checkpoint_at, read_trainer
+from adjoint.checkpoint import MANIFEST, model_tensors, read_checkpoint, read_trainer
 from adjoint.errors import UserError
 from adjoint.files.distributed_checkpoint import is_distributed_checkpoint
 from adjoint.files.remote import Place, RemoteError, RemotePath
@@ -33,7 +33,7 @@ def from_pretrained(folder: Place, layout: str | None = None) -> tuple[StackConf
     is_checkpoint = (folder / MANIFEST).is_file() or is_distributed_checkpoint(folder)
     if (folder / "checkpoints").is_dir() or is_checkpoint:
         _check_layout(folder, "a run", None, layout)
-        return from_checkpoint(checkpoint_at(folder, str(folder)))
+        return read_checkpoint(folder, str(folder), from_checkpoint)
     if isinstance(folder, RemotePath):
         raise UserError(
             f"{folder}: is no run, and models are read from folders of this machine; download it, then name "
@@ -119,7 +119,7 @@ def _check_layout(folder: Place, description: str, format_name: str | None, layo
 
 def from_checkpoint(checkpoint: Place) -> tuple[StackConfig, Weights]:
     """Return the configuration and the weights of a run's checkpoint, which the caller has verified."""
-    config, stored = checkpoint_config(checkpoint), StoredTensors(checkpoint, "model")
+    config, stored = checkpoint_config(checkpoint), model_tensors(checkpoint)
     return with_tied_table({name: stored[name].clone() for name in stored.files_by_name}, config)
 
 

@@ -75,6 +75,8 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
         raise ValueError(
             f"only MambaForCausalLM and Mamba2ForCausalLM can be copied, this is a {name} of type {kind!r}"
         )
+    if any(".base_layer." in name for name in hf_model.state_dict()):
+        raise ValueError("the model has adapters of PEFT; merge them first: model = model.merge_and_unload()")
     config = read_config(hf.to_dict())
     normalises_groups = any(hasattr(module, "group_size") for module in hf_model.modules())
     if kind == "mamba2" and hf.n_groups > 1 and not normalises_groups:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from adjoint.checkpoint import RNG, TRAINER, StoredTensors, read_trainer
+from adjoint.checkpoint import RNG, TRAINER, StoredTensors, model_tensors, read_trainer
 from adjoint.data.tokenizer import (
     CharTokenizer,
     byte_tokenizer_files,
@@ -37,13 +37,13 @@ from adjoint.formats import FILE_FORMATS, FORMATS, file_format_of, file_format_t
 from adjoint.formats.folders import checkpoint_config, from_checkpoint
 from adjoint.formats.names import Weights
 from adjoint.train.checkpoint import merged_model, write_file
-from adjoint.train.dependencies import check_tokenizer
+from adjoint.train.dependencies import check_tokenizer, not_there
 from adjoint.train.flags import Flags, new_folder, reads
 from adjoint.train.peft_adapters import TIED, is_tied
 from adjoint.train.pretrained import configuration
 from adjoint.train.quantization import described
-from adjoint.train.rundir import find_checkpoint
-from adjoint.train.stored_dtypes import cast_as_stored
+from adjoint.train.rundir import read_named_checkpoint
+from adjoint.train.stored_dtypes import FLOATING, cast_as_stored
 from adjoint.train.unloaded import copy_unloaded
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -74,11 +74,14 @@ def _parser() -> Flags:
 def main(argv: list[str]) -> int:
     """`adjoint export`: exit code 0."""
     request = _parser().parse_args(argv)
-    checkpoint = find_checkpoint(request.run)
     write = _export_to_address if isinstance(request.to, RemotePath) else export
-    summary = write(checkpoint, request.to, request.format, request.dtype)
-    source = checkpoint if isinstance(checkpoint, RemotePath) else os.path.relpath(checkpoint)
-    print(f"{request.to}: {summary}, from {source}")
+
+    def write_checkpoint(checkpoint: Place) -> str:
+        summary = write(checkpoint, request.to, request.format, request.dtype)
+        source = checkpoint if isinstance(checkpoint, RemotePath) else os.path.relpath(checkpoint)
+        return f"{summary}, from {source}"
+
+    print(f"{request.to}: {read_named_checkpoint(request.run, write_checkpoint)}")
     return 0
 
 
@@ -159,7 +162,8 @@ def _export_dcp(checkpoint: Place, folder: Path, dtype: str | None) -> str:
         raise UserError(f"--to {folder}: --format {DCP} writes a folder; name one")
     if dtype is not None:
         raise UserError(f"--dtype {dtype}: --format {DCP} keeps the run's, to go on from it; leave it out")
-    stored = {stem: StoredTensors(checkpoint, stem) for stem in ("model", "optimizer", "state")}
+    stored = {stem: StoredTensors(checkpoint, stem) for stem in ("optimizer", "state")}
+    stored["model"] = model_tensors(checkpoint)
     entries = [name.rpartition("|") for name in stored["optimizer"].files_by_name]
     if any("." in key for _, _, key in entries):
         raise UserError(
@@ -260,7 +264,7 @@ def _dtype_of(source: str, trust_remote_code: bool) -> str | None:
     config = configuration(source, trust_remote_code)
     dtype = config.dtype if config.dtype is not None else config.get_text_config().dtype
     name = str(dtype).removeprefix("torch.")
-    return name if name in get_args(Dtype) else None
+    return name if getattr(torch, name, None) in FLOATING.values() else None
 
 
 def _write_pretrained(work: Path, checkpoint: Place, source: str, trusted: bool, dtype: str | None) -> str:
@@ -326,9 +330,7 @@ def _write_tokenizer(work: Path, data: Mapping[str, Any]) -> str:
     for file in originals:
         shutil.copyfile(file, work / ("tokenizer.json" if Path(tokenizer) == file else file.name))
     return (
-        ", its tokenizer"
-        if originals
-        else f", without its tokenizer {tokenizer}, which is not there any more"
+        ", its tokenizer" if originals else f", without its tokenizer ({tokenizer}, {not_there(tokenizer)})"
     )
 
 

@@ -30,6 +30,7 @@ from adjoint.checkpoint import (
     TrainerState,
     is_foreign,
     list_checkpoints,
+    model_tensors,
     read_rng,
     read_trainer,
     remove_checkpoint,
@@ -44,6 +45,7 @@ from adjoint.methods import Method
 from adjoint.parallel.split_tensors import gather, is_split, split_like
 from adjoint.train.carry_state import STEM
 from adjoint.train.dependencies import ConfigDict, check_model, records_model
+from adjoint.train.machine import weights_dtype
 from adjoint.train.optimizer import parts_of
 
 if TYPE_CHECKING:
@@ -201,15 +203,16 @@ def trained_model(
     merged into its weights, unless these are quantized."""
     from adjoint.hf.model_parts import base_of
     from adjoint.train.peft_adapters import merged
-    from adjoint.train.pretrained import KEY, load
+    from adjoint.train.pretrained import KEY, prepared, unwrapped
     from adjoint.train.quantization import described
 
     config = read_trainer(checkpoint)["config"]
     settings = config["model"]
     check_model(checkpoint, config)
-    lora, trusted = settings.get("lora"), settings.get("trust_remote_code", False)
-    kind = settings.get("quantization")
-    model = load(settings["from_pretrained"], method, lora, trusted, KEY, kind, device)
+    folder, lora = settings["from_pretrained"], settings.get("lora")
+    trusted, kind = settings.get("trust_remote_code", False), settings.get("quantization")
+    model = unwrapped(folder, _weights_dtype(config), trusted, KEY, kind, device)
+    model = prepared(model, folder, method, lora)
     load_checkpoint(checkpoint, model, verify=False)
     if described(model.config) is None:
         return (merged(model) if lora else model).to(device)
@@ -224,18 +227,25 @@ def merged_model(checkpoint: Place) -> PreTrainedModel:
     from adjoint.train.peft_adapters import adapted, merged
     from adjoint.train.pretrained import KEY, dequantized, unwrapped
     from adjoint.train.quantization import described
+    from adjoint.train.stored_dtypes import read_dtype
 
     config = read_trainer(checkpoint)["config"]
     settings = config["model"]
     check_model(checkpoint, config)
     folder, trusted = settings["from_pretrained"], settings.get("trust_remote_code", False)
-    model = unwrapped(folder, torch.float32, trusted, KEY)
+    dtype = torch.promote_types(_weights_dtype(config), read_dtype(Path(folder)))
+    model = unwrapped(folder, dtype, trusted, KEY)
     if described(model.config) is not None:
         model = dequantized(model, folder)
     if lora := settings.get("lora"):
         model = adapted(model, lora)
     load_checkpoint(checkpoint, model, verify=False)
     return merged(model) if lora else model
+
+
+def _weights_dtype(config: ConfigDict) -> torch.dtype:
+    """Return the dtype of the weights in a checkpoint, by the run's configuration."""
+    return weights_dtype(config.get("training", {}).get("precision", "auto"))
 
 
 def check_config(path: Place, config: ConfigDict) -> None:
@@ -371,7 +381,7 @@ def _flushed(file: Path) -> FileEntry:
 
 def _load_weights(path: Place, model: nn.Module) -> None:
     """Fill a model. Of a tensor with several names, as a tied table has, the checkpoint needs only one."""
-    stored, tensors = StoredTensors(path, "model"), model.state_dict(keep_vars=True)
+    stored, tensors = model_tensors(path), model.state_dict(keep_vars=True)
     restored_ids = {id(tensors[name]) for name in tensors if name in stored.files_by_name}
     missing = {n for n, t in tensors.items() if id(t) not in restored_ids and not _is_the_folders(model, t)}
     differing = sorted(missing | (stored.files_by_name.keys() - tensors.keys()))

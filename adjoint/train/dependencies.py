@@ -57,8 +57,7 @@ def check_model(checkpoint: Place, config: ConfigDict) -> None:
         return
     place = model["from_pretrained"]
     if place is not None and not Path(place).exists():
-        remedy = "put it back" if Path(place).is_absolute() else "call this in the folder the run began in"
-        raise UserError(f"{checkpoint}: the run began with the model {place}, which is not there; {remedy}")
+        raise UserError(f"{checkpoint}: the run began with the model {place}, {not_there(place)}")
     digests = _model_digests(model)
     for kind in kinds:
         if digests.get(kind) != recorded[kind]:
@@ -79,6 +78,12 @@ def check_tokenizer(checkpoint: Place) -> None:
             f"{checkpoint}: the tokenizer {name} changed since the run began, and the "
             "model knows the tokens of the earlier one; put its files back as they were"
         )
+
+
+def not_there(place: str) -> str:
+    """Say of a file or folder of a run that it is missing, and what helps."""
+    remedy = "put it back" if Path(place).is_absolute() else "call this in the folder the run began in"
+    return f"which is not there; {remedy}"
 
 
 def records_model(checkpoint: Place) -> bool:

@@ -260,16 +260,14 @@ class PretrainedLM(LanguageModel):
         tensor_group: dist.ProcessGroup | None = None,
     ) -> PretrainedLM:
         from adjoint.hf.quantized import set_compute_dtype
-        from adjoint.hf.transformers_api import use_float64_experts
         from adjoint.hf.wrap import wrap
         from adjoint.train.pretrained import KEY, prepared, unwrapped
 
         directory, lora = str(config.model.from_pretrained), config.to_dict()["model"]["lora"]
         trusted, kind = config.model.trust_remote_code, config.model.quantization
         ranks = 1 if tensor_group is None else dist.get_world_size(tensor_group)
-        model = unwrapped(directory, torch.float32, trusted, KEY, kind, device, ranks)
+        model = unwrapped(directory, dtype or torch.float32, trusted, KEY, kind, device, ranks)
         module = _placed(prepared(model, directory, config.method, lora), config, device, dtype)
-        use_float64_experts(module)
         if pick_precision(config.training.precision, device_of(module)) == "bfloat16":
             set_compute_dtype(module, torch.bfloat16)
         if config.training.carries_states:

@@ -86,6 +86,11 @@ def driver_gpus() -> int:
     return count.value
 
 
+def weights_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of a run's weights, by its `training.precision`: autocast leaves them in float32."""
+    return torch.float64 if precision == "float64" else torch.float32
+
+
 def pick_precision(name: str, device: torch.device) -> str:
     """float32, bfloat16 (autocast) or float64; "auto" takes bfloat16 where the GPU has it natively."""
     if name != "auto":

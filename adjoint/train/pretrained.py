@@ -21,7 +21,11 @@ from adjoint.formats import file_format_of
 from adjoint.formats.folders import refuse_adapter
 from adjoint.hf.quantized import keep_trainable, set_compute_dtype
 from adjoint.hf.split import Pretrained, examine
-from adjoint.hf.transformers_api import distributed_config_class, transformers_logging
+from adjoint.hf.transformers_api import (
+    distributed_config_class,
+    transformers_logging,
+    use_float64_experts,
+)
 from adjoint.hf.verify.trial_copy import example_tokens
 from adjoint.hf.wrap import unwrap, wrap
 from adjoint.memory import out_of_memory
@@ -111,20 +115,20 @@ def load(
     lora: LoraSettings | None = None,
     trust_remote_code: bool = False,
     key: str = KEY,
-    quantization: str | None = None,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """Return the model of a folder, in float32 where it is not quantized, wrapped.
+    """Return the model of a folder, wrapped.
 
     Args:
         lora: settings of `model.lora`, for a model with adapters.
-        trust_remote_code, quantization, device: as in `unwrapped`.
+        trust_remote_code, dtype, device: as in `unwrapped`.
         key: what the folder was given as, for an error.
 
     Raises:
         UserError: it is no causal LM that transformers knows, lacks weights, or cannot be wrapped.
     """
-    model = unwrapped(directory, torch.float32, trust_remote_code, key, quantization, device)
+    model = unwrapped(directory, dtype, trust_remote_code, key, None, device)
     return prepared(model, directory, method, lora, key)
 
 
@@ -195,6 +199,7 @@ def unwrapped(
             )
     keep_trainable(model)
     set_compute_dtype(model, dtype)
+    use_float64_experts(model)
     return model
 
 
@@ -293,20 +298,25 @@ def _check_generation_config(file: Path, key: str) -> None:
 
 
 def described(
-    directory: str, method: Method, folder: Path | None, trust_remote_code: bool = False
+    directory: str,
+    method: Method,
+    folder: Path | None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Pretrained:
     """Describe the model of a folder to the layer shards that train it.
 
     Args:
         folder: to write its weights to, by the names of its parameters; None writes none. A folder's own
             files may have others, which only transformers' loading knows.
+        dtype: in which these are written.
 
     Raises:
         UserError: there is no such model, or it cannot be cut.
     """
     from safetensors.torch import save_file
 
-    model = unwrap(load(directory, method, None, trust_remote_code))
+    model = unwrap(load(directory, method, None, trust_remote_code, dtype=dtype))
     with _naming(directory):
         outline = examine(model, example_tokens(model)[0])
     if folder is not None:

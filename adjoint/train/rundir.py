@@ -8,10 +8,11 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
-from adjoint.checkpoint import checkpoint_at, newest_checkpoint, warn_of_lost_files
+from adjoint.checkpoint import newest_checkpoint, read_checkpoint, warn_of_lost_files
 from adjoint.errors import UserError
 from adjoint.files import LOCK, disk_errors, is_utf8, lock_folder, remove_unfinished, write_atomically
 from adjoint.files.remote import Place, RemoteError, RemotePath, place_of
@@ -20,6 +21,7 @@ from adjoint.train.metrics import MetricsRow
 from adjoint.train.places import RUNS, run_at
 from adjoint.train.remote_run import RemoteRun
 
+T = TypeVar("T")
 _CONTENTS = ("config.yaml", "metrics.jsonl", "checkpoints")
 
 
@@ -102,10 +104,17 @@ def resume_command(path: Place, launcher: str = "") -> str:
     return f"{started} {run} --resume auto"
 
 
-def find_checkpoint(name: str, flag: str = "") -> Place:
-    """Return the checkpoint that a command line names: a run's newest good one, or one itself. `runs/` may be
-    left out. A UserError where there is none."""
-    return checkpoint_at(run_at(name, flag), f"{flag} {name}".strip())
+def read_named_checkpoint(name: str, read: Callable[[Place], T], flag: str = "") -> T:
+    """Return what a function makes of the checkpoint that a command line names, as `read_checkpoint` does.
+
+    Args:
+        name: a run, whose newest good checkpoint is read, or a checkpoint; `runs/` may be left out.
+        flag: the one that names it.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    return read_checkpoint(run_at(name, flag), f"{flag} {name}".strip(), read)
 
 
 def _numbered(name: str) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Dtypes of tensors in a model's folder or file, which an export of the model trained in float32 keeps."""
+"""Dtypes of tensors in a model's folder or file, which an export of the trained model keeps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from adjoint.train.unloaded import tensor_files
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOATING = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+# safetensors' names
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HALF = (torch.bfloat16, torch.float16)
 
 
 def cast_as_stored(
     model: PreTrainedModel, place: Path, configured: torch.dtype | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Cast a model in float32, in place, to the dtypes that its tensors have in the place it is from.
+    """Cast a model in float32 or float64, in place, to the dtypes that its tensors have where it is from.
 
     A tensor that transformers itself loads in float32, such as a router's bias, stays float32. One that it
     makes of several, such as all experts' matrices, has the widest of their dtypes. A tensor without a
@@ -39,8 +40,7 @@ def cast_as_stored(
         dtype: in place of the dtype that most of the weights have; where both are of 16 bits, tensors that
             are float32 in the place stay so. None keeps all dtypes.
     """
-    file_format = file_format_of(place)
-    stored = _stored_in_folder(place) if file_format is None else file_format.stored_dtypes(place)
+    file_format, stored = file_format_of(place), _stored_at(place)
     usual = _usual_dtype(stored.values()) or configured or torch.float32
     default = dtype or usual
     sources: dict[str, set[torch.dtype | None]] = collections.defaultdict(set)
@@ -65,6 +65,22 @@ def cast_as_stored(
         tensor.data = tensor.data.to(targets.get(id(tensor), default))
 
 
+def read_dtype(place: Path) -> torch.dtype:
+    """Return the dtype that holds the values of all tensors of a place: float64 if one has it, else float32.
+
+    Args:
+        place: as of `cast_as_stored`.
+    """
+    is_double = any(dtype == torch.float64 for dtype, _ in _stored_at(place).values())
+    return torch.float64 if is_double else torch.float32
+
+
+def _stored_at(place: Path) -> Mapping[str, tuple[torch.dtype | None, int]]:
+    """Map the names of a place's tensors to dtype and size; the dtype is None where they are quantized."""
+    file_format = file_format_of(place)
+    return _stored_in_folder(place) if file_format is None else file_format.stored_dtypes(place)
+
+
 def _widest(dtypes: set[torch.dtype | None]) -> torch.dtype | None:
     """Return the dtype that holds all values of some; None if one is quantized, or there is none."""
     floating = [dtype for dtype in dtypes if dtype is not None]
@@ -81,7 +97,7 @@ def _embeddings(model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
 
 
 def _stored_in_folder(folder: Path) -> dict[str, tuple[torch.dtype | None, int]]:
-    """Map the names of a folder's tensors to dtype and size; the dtype is None where they are quantized."""
+    """Return `_stored_at` of a folder of transformers."""
     from safetensors import safe_open
 
     files = tensor_files(folder)

@@ -7,7 +7,9 @@ Mamba-3, later than 2.3.2).
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from adjoint import Stack, StackConfig
+from adjoint.checkpoint import StoredTensors
 from adjoint.cli import main
 from adjoint.data.tokenizer import ByteTokenizer, byte_tokenizer_files, load_tokenizer
 from adjoint.errors import UserError
+from adjoint.files import lock_folder
 from adjoint.tools import export
 from adjoint.train.checkpoint import model_files, save_checkpoint
 from tests.hf.hf_models import float64_throughout
@@ -87,6 +91,17 @@ def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(UserError, match=rf"{first.name}: no such file, but the index beside it lists it"):
         Stack.from_pretrained(tmp_path)
+
+
+def test_adapters_are_merged_before_a_model_is_copied() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(hf_model(MAMBA), peft.LoraConfig(r=2, target_modules=["in_proj"]))
+    for model in (adapted, adapted.base_model.model):
+        with pytest.raises(ValueError, match=r"has adapters of PEFT; merge them first: .*merge_and_unload"):
+            Stack.from_transformers(model)
+    merged = adapted.merge_and_unload()
+    with torch.no_grad():
+        assert relative(Stack.from_transformers(merged)(IDS).logits, logits_of_transformers(merged)) <= 1e-12
 
 
 @pytest.mark.parametrize("told", [True, None])  # what config.json says of tying; None: nothing
@@ -317,6 +332,62 @@ def test_the_tokenizer_of_bytes_goes_out_too(
         for name, content in byte_tokenizer_files(separator).items():
             (out / name).write_text(json.dumps(content))
         assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == eos
+
+
+@pytest.mark.parametrize(
+    ("command", "moment"),
+    [
+        ("mamba-ssm", "adjoint.checkpoint._verify_file"),
+        ("mamba-ssm", "adjoint.tools.export.check_tokenizer"),
+        ("mamba-ssm", "adjoint.formats.folders.model_tensors"),
+        ("dcp", "adjoint.tools.export.model_tensors"),
+        ("from_pretrained", "adjoint.formats.folders.read_trainer"),
+        ("from_pretrained", "adjoint.formats.folders.model_tensors"),
+    ],
+)
+def test_where_a_run_deletes_the_checkpoint_meanwhile_the_next_one_is_read(
+    command: str,
+    moment: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run that goes on deletes checkpoints by `training.keep_checkpoints`."""
+    first, second = make_model("mamba"), make_model("mamba", seed=1)
+    run, out = as_run(tmp_path / "run", first), tmp_path / "out"
+    trainer: Any = {"config": {"model": dataclasses.asdict(first.config)}}
+    path, _, name = moment.rpartition(".")
+    unpatched, deleted = getattr(importlib.import_module(path), name), []
+
+    def save_next(*arguments: Any) -> Any:
+        if not deleted:
+            deleted.append(True)
+            save_checkpoint(run / "checkpoints", 2, model_files(second), trainer, keep=1)
+        return unpatched(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moment, save_next)
+        if command == "from_pretrained":
+            weight = Stack.from_pretrained(run).norm_f.weight
+        else:
+            assert main(["export", str(run), "--to", str(out), "--format", command]) == 0
+            said = capsys.readouterr()
+            assert "step-00000002" in said.out and not said.err
+    if command == "mamba-ssm":
+        weight = Stack.from_pretrained(out).norm_f.weight
+    elif command == "dcp":
+        weight = StoredTensors(out, "model")["norm_f.weight"]
+    assert deleted and torch.equal(weight, second.norm_f.weight)
+
+
+def test_a_run_without_a_checkpoint_is_told_from_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before its first one."""
+    (tmp_path / "run").mkdir()
+    os.close(lock_folder(tmp_path / "run", "run"))
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
+    assert "run: the run has no checkpoint yet; train on" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_nothing(

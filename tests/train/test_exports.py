@@ -14,11 +14,15 @@ from safetensors.torch import load_file, save_file
 
 import adjoint
 from adjoint.cli import main
+from adjoint.cluster.training import described_model
+from adjoint.data.tokenizer import load_tokenizer
 from adjoint.errors import UserError
 from adjoint.tools.export import export
 from adjoint.train.checkpoint import trained_model
+from adjoint.train.config import load_config
+from adjoint.train.language_model import PretrainedLM
 from adjoint.train.pretrained import load
-from tests.training_helpers import checkpoint_of
+from tests.training_helpers import checkpoint_of, train_tiny
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("adjoint.hf.wrap")
@@ -165,6 +169,63 @@ def test_what_transformers_keeps_in_float32_stays_so_in_a_folder_of_float32(tmp_
     assert {t.dtype for key, t in exported.items() if key.endswith("norm.weight")} == {torch.bfloat16}
 
 
+def float64_folder(name: str, folder: Path) -> Any:
+    """Write a model whose weights are no values of float32, and return it."""
+    model = make(name, torch.float64, vocab_size=256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-9 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_folder_in_float64_stays_so(adapters: bool, precision: str, tmp_path: Path) -> None:
+    """Trained tensors have the checkpoint's values, untrained ones the folder's, to the last bit.
+
+    Adapters are merged in float64, and a run in float64 begins with the folder's values."""
+    model = float64_folder("Mamba2ForCausalLM", tmp_path / "base")
+    flags: dict[str, Any] = {"model__from_pretrained": tmp_path / "base", "training__precision": precision}
+    if adapters:
+        pytest.importorskip("peft")
+        flags |= {"model__lora__rank": 2, "training__lr": 0.01}
+    sizes = {"model__d_model": model.config.hidden_size, "model__n_layer": model.config.num_hidden_layers}
+    assert train_tiny(tmp_path, **sizes, **flags, training__steps=1, training__sample_tokens=0) == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    trained = load_file(tmp_path / "run/checkpoints/step-00000001/model.safetensors")
+    config = load_config(["--config", str(tmp_path / "run/config.yaml")])
+    begun = PretrainedLM.from_config(config, dtype=getattr(torch, precision)).module.state_dict()
+    base, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    assert {t.dtype for t in exported.values()} == {torch.float64}
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float64"
+    assert {t.dtype for t in trained.values()} == {getattr(torch, precision)}
+    for name, tensor in exported.items():
+        expected, stem = base[name], f"base_model.model.{name.removesuffix('.weight')}.lora"
+        if adapters and f"{stem}_B.default.weight" in trained:
+            a, b = (trained[f"{stem}_{letter}.default.weight"].double() for letter in "AB")
+            expected = expected + 2 * b @ a
+            assert (tensor - expected).norm() <= 1e-15 * expected.norm() < (tensor - base[name]).norm(), name
+        else:
+            assert torch.equal(tensor, expected if adapters else trained[name].double()), name
+            if precision == "float64" and not adapters:
+                assert torch.equal(begun[name], base[name]), name
+
+
+def test_experts_in_float64_have_adapters_and_layer_shards(tmp_path: Path) -> None:
+    """Shards begin with the folder's bits; transformers' grouped products take no float64."""
+    pytest.importorskip("peft")
+    model = float64_folder("JambaForCausalLM", tmp_path / "base")
+    words = f"--model.from_pretrained {tmp_path}/base --training.precision float64 --data.tokenizer byte"
+    config = load_config(words.split())
+    described_model(config, tmp_path / "shards")
+    begun = load_file(tmp_path / "shards/model.safetensors")
+    assert begun.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(begun[name], parameter) for name, parameter in model.named_parameters())
+    adapted = load(str(tmp_path / "base"), adjoint.Exact(4), LORA | DEFAULT, dtype=torch.float64)
+    assert loss_of(adapted) == pytest.approx(loss_of(model), rel=1e-6)
+
+
 def test_an_export_has_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
     """The folder's ids would end no text of another tokenizer."""
     base = base_folder("LlamaForCausalLM", tmp_path / "base")
@@ -191,9 +252,33 @@ def test_an_export_has_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> No
 
 
 def test_an_exported_stack_ends_texts(tmp_path: Path) -> None:
-    from tests.training_helpers import train_tiny
-
     assert train_tiny(tmp_path, training__steps=1, training__sample_tokens=0) == 0
     assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.eos_token_id == model.generation_config.eos_token_id == 0
+
+
+def test_an_export_is_trained_on_with_its_end_of_text(tmp_path: Path) -> None:
+    """Also where that is no special token of its tokenizer."""
+    short = {"training__steps": 1, "training__sample_tokens": 0}
+    assert train_tiny(tmp_path, **short, data__separator="\n") == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
+    assert load_tokenizer(str(tmp_path / "out")).separator_ids == (10,)
+    assert load_tokenizer(str(tmp_path / "out"), "").separator_ids == ()
+    shutil.rmtree(tmp_path / "run")
+    assert train_tiny(tmp_path, **short, model__from_pretrained=tmp_path / "out") == 0
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "again")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == 10
+
+
+def test_an_export_says_where_its_tokenizer_is_looked_for(tmp_path: Path) -> None:
+    base = base_folder("LlamaForCausalLM", tmp_path / "base")
+    for tokenizer, remedy in (
+        ("words", "call this in the folder the run began in"),
+        ("/no/words", "put it back"),
+    ):
+        model = load(str(base), adjoint.Exact())
+        checkpoint = checkpoint_of(model, tmp_path / remedy, base, tokenizer=tokenizer)
+        said = export(checkpoint, tmp_path / f"out {remedy}", "transformers")
+        assert f", without its tokenizer ({tokenizer}, which is not there; {remedy})" in said

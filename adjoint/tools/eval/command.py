@@ -20,7 +20,7 @@ from adjoint.data.tokenizer import check_bytes, load_tokenizer, tokenizer_in
 from adjoint.errors import UserError
 from adjoint.files import save_figure, write_atomically
 from adjoint.files.distributed_checkpoint import is_distributed_checkpoint
-from adjoint.files.remote import is_remote
+from adjoint.files.remote import Place, is_remote
 from adjoint.formats import file_kinds
 from adjoint.formats.folders import holds_model, refuse_adapter, why_not_evaluated
 from adjoint.methods import Exact
@@ -33,9 +33,9 @@ from adjoint.train.config import Precision
 from adjoint.train.dependencies import check_tokenizer
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.language_model import LanguageModel, PretrainedLM, model_class, on_device
-from adjoint.train.machine import autocast, environment, pick_device, pick_precision
+from adjoint.train.machine import autocast, environment, pick_device, pick_precision, weights_dtype
 from adjoint.train.places import RUNS
-from adjoint.train.rundir import find_checkpoint
+from adjoint.train.rundir import read_named_checkpoint
 
 TOKENS = {False: 1 << 18, True: 1 << 20}  # read for each length of windows, of needles
 
@@ -139,13 +139,18 @@ def load(run: str, device: torch.device, precision: str, trust_remote_code: bool
             )
         from adjoint.train.pretrained import load as load_pretrained
 
-        module = load_pretrained(folder, Exact(), None, trust_remote_code, "adjoint eval", None, device)
+        key, dtype = "adjoint eval", weights_dtype(precision)
+        module = load_pretrained(folder, Exact(), None, trust_remote_code, key, dtype, device)
         tokenizer = tokenizer_in(folder)
         if tokenizer is None:
             check_bytes(folder, module.config.get_text_config().vocab_size)
         model = PretrainedLM(on_device(module, device, precision, "--precision").eval(), Exact())
         return Loaded(model, DataConfig(tokenizer=tokenizer), Path("eval"), trusts_code=trust_remote_code)
-    checkpoint = find_checkpoint(run)
+    return read_named_checkpoint(run, lambda checkpoint: _load_checkpoint(checkpoint, device, precision))
+
+
+def _load_checkpoint(checkpoint: Place, device: torch.device, precision: str) -> Loaded:
+    """Load a run's checkpoint."""
     check_tokenizer(checkpoint)
     trainer = read_trainer(checkpoint)
     config = trainer["config"]

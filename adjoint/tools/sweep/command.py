@@ -49,8 +49,8 @@ from adjoint.train.checkpoint import load_checkpoint
 from adjoint.train.config import Config, load_config, plain
 from adjoint.train.flags import Flags, comma_list, new_folder, reads
 from adjoint.train.language_model import PretrainedLM, on_device
-from adjoint.train.machine import environment, pick_device, set_up
-from adjoint.train.rundir import find_checkpoint
+from adjoint.train.machine import environment, pick_device, set_up, weights_dtype
+from adjoint.train.rundir import read_named_checkpoint
 
 # Keys of a training run that would be passed over here; in a configuration file they do no harm.
 _INSTEAD = {
@@ -146,6 +146,12 @@ class _SweptModel(NamedTuple):
 
 def _stack(request: Namespace, config: Config, device: torch.device, precision: str) -> _SweptModel:
     """Return a `Stack`: with fresh weights, those of a run, or those of a folder that holds one."""
+
+    def read(checkpoint: Place) -> tuple[str, str, Stack]:
+        model = Stack(checkpoint_config(checkpoint))
+        load_checkpoint(checkpoint, model, verify=False)
+        return str(checkpoint), _manifest(checkpoint), model
+
     if request.model is None:
         name, weights, model = "fresh", "fresh", Stack(config.model)
     elif _is_pretrained(request.model):
@@ -153,10 +159,8 @@ def _stack(request: Namespace, config: Config, device: torch.device, precision: 
         model = Stack.from_pretrained(Path(name))
         _check_tokenizer(request, config, name, model.config.vocab_size)
     else:
-        checkpoint = find_checkpoint(request.model, "--model")
-        name, weights, model = str(checkpoint), _manifest(checkpoint), Stack(checkpoint_config(checkpoint))
-        load_checkpoint(checkpoint, model, verify=False)
-    dtype = torch.float64 if precision == "float64" else torch.float32  # whatever the weights were stored in
+        name, weights, model = read_named_checkpoint(request.model, read, "--model")
+    dtype = weights_dtype(precision)  # whatever the weights were stored in
     settings = dataclasses.asdict(model.config)
     return _SweptModel(name, settings, weights, model.config.vocab_size, model.to(device, dtype))
 
@@ -167,17 +171,19 @@ def _wrapped(request: Namespace, config: Config, device: torch.device, precision
     from adjoint.train.pretrained import folder_of
     from adjoint.train.pretrained import load as load_pretrained
 
+    def read(checkpoint: Place) -> tuple[str, str, PretrainedLM]:
+        return str(checkpoint), _manifest(checkpoint), PretrainedLM.from_checkpoint(checkpoint, device)
+
     if request.model is None:
         name = str(config.model.from_pretrained)
         weights, lm = _files(Path(folder_of(name))), PretrainedLM.from_config(config, device)
     elif _is_pretrained(request.model):
         name, weights = request.model, _files(Path(request.model))
-        lm = PretrainedLM(load_pretrained(name, Exact(), key="--model", device=device), Exact())
+        dtype = weights_dtype(precision)
+        lm = PretrainedLM(load_pretrained(name, Exact(), key="--model", device=device, dtype=dtype), Exact())
         _check_tokenizer(request, config, name, lm.vocab_size)
     else:
-        checkpoint = find_checkpoint(request.model, "--model")
-        name, weights = str(checkpoint), _manifest(checkpoint)
-        lm = PretrainedLM.from_checkpoint(checkpoint, device)
+        name, weights, lm = read_named_checkpoint(request.model, read, "--model")
     model = on_device(lm.module, device, precision, "--training.precision").eval()  # dropout would differ
     settings = json.loads(contained_model(model).config.to_json_string())  # infinity is spelt out there
     return _SweptModel(name, settings, weights, lm.vocab_size, model)
@@ -339,7 +345,7 @@ def _is_wrapped(model: str | None, config: Config) -> bool:
     if model is None:
         return config.model.from_pretrained is not None
     if not _is_pretrained(model):
-        trainer = read_trainer(find_checkpoint(model, "--model"))
+        trainer = read_named_checkpoint(model, read_trainer, "--model")
         return trainer["config"]["model"].get("from_pretrained") is not None
     config_json = read_json(Path(model) / "config.json")
     try:
@@ -383,7 +389,8 @@ def read_arguments(argv: list[str]) -> tuple[Namespace, Config]:
         own_tokenizer = tokenizer_in(flags.model)
         tokenizer = ["--data.tokenizer", own_tokenizer] if own_tokenizer else []
     elif flags.model is not None and not configs:
-        run_config = find_checkpoint(flags.model, "--model").parent.parent / "config.yaml"
+        checkpoint: Place = read_named_checkpoint(flags.model, lambda place: place, "--model")
+        run_config = checkpoint.parent.parent / "config.yaml"
         configs = [str(run_config)] * run_config.is_file()
     words = [word for file in configs for word in ("--config", file)] + tokenizer + rest
     words += ["--data.seqlen", flags.seqlen] * (flags.seqlen is not None)
