@@ -31,6 +31,7 @@ from adjoint.settings import (
     Must,
     NotNegative,
     NotNegativeNumber,
+    PathText,
     Positive,
     PositiveNumber,
     Text,
@@ -39,6 +40,7 @@ from adjoint.settings import (
     helps_of,
     hints_of,
     in_words,
+    is_path,
     option,
     read_value,
 )
@@ -56,7 +58,10 @@ FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.0}
 
 FolderName = Annotated[
     str,
-    Must("a folder's name (a path goes to --run.dir)", lambda name: bool(name) and Path(name).name == name),
+    Must(
+        "a folder's name (a path goes to --run.dir)",
+        lambda name: is_path(name) and name != ".." and Path(name).name == name,
+    ),
 ]
 Betas = Annotated[tuple[float, float], Must("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b))]
 
@@ -202,7 +207,7 @@ class TrainingConfig:
 class RunConfig:
     """The folder of a run, and whether it continues an earlier one."""
 
-    dir: str | None = option(
+    dir: PathText | None = option(
         None,
         "folder of the run, or an address such as s3://bucket/run; null is runs/NAME, or runs/NAME-2, … if "
         "that exists.",
@@ -314,7 +319,7 @@ class LoraConfig:
 class ModelConfig(StackConfig):
     """The model that is trained."""
 
-    from_pretrained: str | None = option(
+    from_pretrained: Text | None = option(
         None,
         "folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or an RWKV-7 file (.pth); "
         "it sets the sizes, and the method must be exact, truncated or backprop.",
