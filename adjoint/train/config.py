@@ -63,6 +63,8 @@ FolderName = Annotated[
         lambda name: is_path(name) and name != ".." and Path(name).name == name,
     ),
 ]
+# The libraries that start threads end the process if it asks for far more.
+Threads = Annotated[int, Must("a whole number from 1 to 4096", lambda n: 0 < n <= 4096)]
 Betas = Annotated[tuple[float, float], Must("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b))]
 
 
@@ -129,7 +131,7 @@ class TrainingConfig:
     deterministic: bool | None = option(
         None, "use only deterministic algorithms; null is true on the CPU and false elsewhere."
     )
-    threads: Positive | None = option(None, "CPU threads; null keeps PyTorch's default.")
+    threads: Threads | None = option(None, "CPU threads; null keeps PyTorch's default.")
     eval_every: NotNegative = option(50, "steps between evaluations on held-out text; 0: at the end only.")
     save_every: NotNegative = option(50, "steps between checkpoints; 0: at the end only.")
     save_async: bool = option(
@@ -255,7 +257,7 @@ class ClusterConfig:
     helpers: NotNegative = option(
         0, "extra processes per replica that take tasks from the shards; layer-local only."
     )
-    cpus: Positive | None = option(
+    cpus: Threads | None = option(
         None,
         "CPUs that each process requests, and its threads; null requests one, and processes on a node "
         "share its cores. training.threads overrides the threads.",

@@ -108,10 +108,11 @@ def test_null_is_no_text() -> None:
         ("data.cache_dir", "", "a path or null"),
         ("data.path", "a\0b", "a path, a list of paths or null"),
         ("model.from_pretrained", "", "a text that is not empty or null"),
+        ("training.threads", "100000", "a whole number from 1 to 4096 or null"),
         ("data.weights", "[0]", "a list, each a finite number above 0 or null"),
     ],
 )
-def test_texts_that_are_no_paths_and_lists_of_wrong_numbers(key: str, value: str, expected: str) -> None:
+def test_values_that_would_fail_later_are_refused(key: str, value: str, expected: str) -> None:
     with pytest.raises(UserError, match=f"^--{key}: expected {re.escape(expected)}"):
         load_config([f"--{key}={value}"])
 
