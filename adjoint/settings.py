@@ -54,6 +54,14 @@ NotNegativeNumber = Annotated[float, Must("a finite number (0 or more)", lambda 
 Text = Annotated[str, Must("a text that is not empty", bool)]
 
 
+def is_path(text: str) -> bool:
+    """Whether a text may be a path: not empty, as that of a shell's unset variable, and without a byte 0."""
+    return bool(text) and "\0" not in text
+
+
+PathText = Annotated[str, Must("a path", is_path)]
+
+
 def option(default: T, help: str) -> T:
     """Return a dataclass's field with its default and its help, for `--help` and the class's docstring."""
     return dataclasses.field(default=default, metadata={"help": help})
@@ -126,7 +134,7 @@ def read_value(value: Any, hint: Any) -> Any:
         elif origin in _UNIONS:
             # Text last, as null and [a, b] are texts too. Beside text only digits are a whole number: 18G of
             # memory is a size.
-            for member in sorted(members, key=lambda member: member is str):
+            for member in sorted(members, key=_is_text):
                 if member is int and str in members and isinstance(value, str) and not value.isdigit():
                     continue
                 with suppress(ValueError):
@@ -155,6 +163,11 @@ def read_value(value: Any, hint: Any) -> Any:
                 return origin(**value)
     shown = "null" if value is None else repr(value)
     raise ValueError(f"expected {in_words(hint)}, got {shown}{_hint(value, in_words(hint))}")
+
+
+def _is_text(hint: object) -> bool:
+    """Whether an annotation is of texts, with a condition or without."""
+    return hint is str or (typing.get_origin(hint) is Annotated and typing.get_args(hint)[0] is str)
 
 
 # Other names of the choices that a setting may have.
@@ -200,7 +213,10 @@ def in_words(hint: Any) -> str:
         return " or ".join(choices) if len(choices) <= 2 else f"one of {', '.join(choices)}"
     if origin in _UNIONS:
         return " or ".join(map(in_words, members))
-    return "a list such as [0.9, 0.95]" if float in members else "a list"
+    if float in members:
+        return "a list such as [0.9, 0.95]"
+    conditions = [member for member in members if typing.get_origin(member) is Annotated]
+    return f"a list, each {in_words(conditions[0])}" if conditions else "a list"
 
 
 @functools.cache

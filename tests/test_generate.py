@@ -88,6 +88,11 @@ def test_nothing_new_gives_the_input_back_and_bfloat16_generates() -> None:
     assert out.shape == (2, 12) and out.dtype == torch.int64
 
 
+def test_a_temperature_that_logits_cannot_be_divided_by_takes_the_most_likely_token() -> None:
+    model, input_ids = make_model("mamba"), make_ids(2, 5)
+    assert torch.equal(model.generate(input_ids, 4, 1e-300), model.generate(input_ids, 4, 0))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = make_model("mamba")
     wrong = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
 
 from adjoint.cluster import devices
+from adjoint.train.flags import Flags
 
 
 def main(argv: list[str]) -> int:
@@ -39,8 +39,8 @@ def text(inventory: devices.Inventory) -> str:
     return "\n".join([*lines, inventory.ray_start()])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="adjoint cluster", description=__doc__.partition("\n")[0])
+def _parser() -> Flags:
+    parser = Flags(prog="adjoint cluster", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     env = commands.add_parser(
         "env",

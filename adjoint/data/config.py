@@ -10,18 +10,20 @@ from adjoint.files.remote import refuse_remote
 from adjoint.settings import (
     Must,
     NotNegative,
+    PathText,
     Positive,
     PositiveNumber,
     SeqLen,
     Text,
     check_fields,
     documented,
+    is_path,
     option,
 )
 
 
 def _are_paths(path: str | list[str] | None) -> bool:
-    return path is None or all([path] if isinstance(path, str) else path or [""])
+    return path is None or all(map(is_path, [path] if isinstance(path, str) else path or [""]))
 
 
 Paths = Annotated[str | list[str] | None, Must("a path, a list of paths or null", _are_paths)]
@@ -92,7 +94,7 @@ class DataConfig:
     eval_tokens: NotNegative = option(
         65536, "maximum number of held-out tokens per evaluation; 0 for no evaluation."
     )
-    cache_dir: str | None = option(
+    cache_dir: PathText | None = option(
         None,
         "where tokenized text is stored. null is $ADJOINT_CACHE, else $XDG_CACHE_HOME/adjoint, else "
         "~/.cache/adjoint.",

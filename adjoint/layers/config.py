@@ -6,7 +6,16 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from adjoint.settings import Must, NotNegative, Positive, PositiveNumber, check_fields, documented, option
+from adjoint.settings import (
+    Must,
+    NotNegative,
+    NotNegativeNumber,
+    Positive,
+    PositiveNumber,
+    check_fields,
+    documented,
+    option,
+)
 
 MixerClass = Any  # a subclass of `layers.mixer.Mixer`, which imports this module
 
@@ -133,8 +142,10 @@ class StackConfig:
     conv_bias: bool = option(True, "whether conv1d has a bias.")
     dt_min: PositiveNumber = option(0.001, "smallest step size at initialisation.")
     dt_max: PositiveNumber = option(0.1, "largest step size at initialisation.")
-    dt_init_floor: float = option(1e-4, "lower bound of step sizes at initialisation.")
-    initializer_range: float = option(0.02, "standard deviation of the embedding at initialisation.")
+    dt_init_floor: NotNegativeNumber = option(1e-4, "lower bound of step sizes at initialisation.")
+    initializer_range: NotNegativeNumber = option(
+        0.02, "standard deviation of the embedding at initialisation."
+    )
     num_attention_heads: Positive | None = option(
         None, "query heads, for attention; default d_model / 64, at least 1."
     )

@@ -93,6 +93,7 @@ register_dataclass(StackOutput)  # DDP of a static graph reduces gradients of th
 P = ParamSpec("P")
 T = TypeVar("T")
 GROUP = "sequence_group"
+MIN_TEMPERATURE = 1e-30  # of a sample; logits divided by less are infinite in float32
 PLACE_OF_GROUP = 9  # among a forward's arguments, the stack itself first
 
 
@@ -451,7 +452,7 @@ class Stack(ChunkedStack):
             if top_k is not None:
                 cut = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < cut, -torch.inf)
-            probabilities = F.softmax(logits / temperature, dim=-1)
+            probabilities = F.softmax(logits / max(temperature, MIN_TEMPERATURE), dim=-1)
             sampled = torch.multinomial(probabilities, 1, generator=generator)
             tokens.append(sampled if self.tensor_parallel is None else self.tensor_parallel.of_first(sampled))
         return torch.cat(tokens, dim=1)

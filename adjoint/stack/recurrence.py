@@ -22,7 +22,7 @@ from adjoint.engine.chunk_size import Sizes, chunk_size_on
 from adjoint.engine.generators import ChunkGenerators, generators_in
 from adjoint.engine.grid import EngineSpec, Storage
 from adjoint.engine.leaves import leaves_of, suspend_hooks
-from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors
+from adjoint.engine.module_tensors import ModuleTensors, UntrainedTensors, version_of
 from adjoint.engine.stage import Stage
 from adjoint.engine.step import ChunkedStep, uncompiled
 from adjoint.engine.storage import Slab, stores_on_host
@@ -40,7 +40,7 @@ from adjoint.engine.verification import (
 )
 from adjoint.errors import UserError
 from adjoint.kernels import dispatch
-from adjoint.kernels.checks import accumulate_dtype, outside_inference_mode
+from adjoint.kernels.checks import accumulate_dtype, outside_inference_mode, refusal_of_transforms
 from adjoint.kernels.precision import full_float32
 from adjoint.layers import State
 from adjoint.parallel.agreement import parts_of
@@ -162,10 +162,13 @@ def checkpoint_sequence(
         differentiable.
 
     Raises:
-        UserError: x, state, chunk_size or checkpoints is not of this kind, the state changes its shape, or a
-            target comes without a loss.
+        UserError: x, state, chunk_size or checkpoints is not of this kind, the state changes its shape, a
+            target comes without a loss, the function writes to x in place, or one of `torch.func`'s
+            transforms is around the call.
         Refused: on first use, if the gradient by chunks is not that of the whole.
     """
+    if why := refusal_of_transforms():
+        raise UserError(f"checkpoint_sequence: {why}; call backward() or torch.autograd.grad")
     call = _SequenceCall.of_arguments(function, x, state, loss, target)
     for name, value in (("chunk_size", chunk_size), ("checkpoints", checkpoints)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -622,6 +625,7 @@ def _verify(call: _SequenceCall) -> float:
     count = min(TOKENS, call.seqlen) if call.seqlen > CHUNK_SIZE else TOKENS
     generators = _RecurrenceStage(call).generators
     modules = [module for _, module in call.modules]
+    has_gradients = torch.is_grad_enabled()
     saved: dict[int, int] = {}
 
     def note(t: Tensor) -> Tensor:
@@ -630,8 +634,14 @@ def _verify(call: _SequenceCall) -> float:
         return t
 
     def run_whole() -> tuple[list[Tensor], list[Tensor]]:
+        inputs = [t.clone() for t in first.inputs]  # a function may not write to leaves
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y, after, _ = first.run(first.inputs, [s.clone() for s in first.state])
+            y, after, _ = first.run(inputs, [s.clone() for s in first.state])
+        if has_gradients and any(t.is_floating_point() and version_of(t) for t in inputs):
+            raise UserError(
+                f"{call.subject}: it writes to its input in place, which the backward would repeat when it "
+                "computes chunks again: let it begin with x = x.clone()"
+            )
         return y, after
 
     unchanged = UntrainedTensors(call.modules, frozen=False).restored()

@@ -31,6 +31,7 @@ from adjoint.settings import (
     Must,
     NotNegative,
     NotNegativeNumber,
+    PathText,
     Positive,
     PositiveNumber,
     Text,
@@ -39,6 +40,7 @@ from adjoint.settings import (
     helps_of,
     hints_of,
     in_words,
+    is_path,
     option,
     read_value,
 )
@@ -56,8 +58,13 @@ FINE_TUNING = {"lr": 2e-5, "weight_decay": 0.0}
 
 FolderName = Annotated[
     str,
-    Must("a folder's name (a path goes to --run.dir)", lambda name: bool(name) and Path(name).name == name),
+    Must(
+        "a folder's name (a path goes to --run.dir)",
+        lambda name: is_path(name) and name != ".." and Path(name).name == name,
+    ),
 ]
+# The libraries that start threads end the process if it asks for far more.
+Threads = Annotated[int, Must("a whole number from 1 to 4096", lambda n: 0 < n <= 4096)]
 Betas = Annotated[tuple[float, float], Must("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b))]
 
 
@@ -124,7 +131,7 @@ class TrainingConfig:
     deterministic: bool | None = option(
         None, "use only deterministic algorithms; null is true on the CPU and false elsewhere."
     )
-    threads: Positive | None = option(None, "CPU threads; null keeps PyTorch's default.")
+    threads: Threads | None = option(None, "CPU threads; null keeps PyTorch's default.")
     eval_every: NotNegative = option(50, "steps between evaluations on held-out text; 0: at the end only.")
     save_every: NotNegative = option(50, "steps between checkpoints; 0: at the end only.")
     save_async: bool = option(
@@ -202,7 +209,7 @@ class TrainingConfig:
 class RunConfig:
     """The folder of a run, and whether it continues an earlier one."""
 
-    dir: str | None = option(
+    dir: PathText | None = option(
         None,
         "folder of the run, or an address such as s3://bucket/run; null is runs/NAME, or runs/NAME-2, … if "
         "that exists.",
@@ -250,7 +257,7 @@ class ClusterConfig:
     helpers: NotNegative = option(
         0, "extra processes per replica that take tasks from the shards; layer-local only."
     )
-    cpus: Positive | None = option(
+    cpus: Threads | None = option(
         None,
         "CPUs that each process requests, and its threads; null requests one, and processes on a node "
         "share its cores. training.threads overrides the threads.",
@@ -314,7 +321,7 @@ class LoraConfig:
 class ModelConfig(StackConfig):
     """The model that is trained."""
 
-    from_pretrained: str | None = option(
+    from_pretrained: Text | None = option(
         None,
         "folder, or name on the Hugging Face hub, of a causal LM to fine-tune, or an RWKV-7 file (.pth); "
         "it sets the sizes, and the method must be exact, truncated or backprop.",

@@ -128,13 +128,21 @@ def _numbered(name: str) -> tuple[Path, Path]:
 
 
 def _new_folder(name: str) -> RunFolder:
-    """Making the folder reserves it, so that no two runs share one."""
+    """Making the folder reserves it, so that no two runs share one.
+
+    Raises:
+        FileExistsError: the file system takes another entry's name for this one, as in other case.
+    """
     RUNS.mkdir(exist_ok=True)
+    refused = None
     while True:
         path = _numbered(name)[1]
         try:
             path.mkdir()
-        except FileExistsError:  # another run was quicker
+        except FileExistsError:  # another run was quicker, whose number is then passed over
+            if path == refused:
+                raise
+            refused = path
             continue
         return RunFolder(path)
 

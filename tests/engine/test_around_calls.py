@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import adjoint
-from adjoint import Exact
+from adjoint import Exact, MiniSequence
 from adjoint.errors import UserError
 from tests.hf.hf_models import VOCAB, errors, float64_throughout, make
 
@@ -31,8 +31,8 @@ def make_stack(method: Any, **arguments: Any) -> tuple[nn.Module, Arguments]:
     return adjoint.Stack(config, seed=1).double(), {"input_ids": IDS, "method": method, **arguments}
 
 
-def make_wrapped(name: str, layers: int | None = None, **arguments: Any) -> tuple[nn.Module, Arguments]:
-    model = adjoint.wrap(make(name, torch.float64), Exact(5, segment_layers=layers)).train()
+def make_wrapped(name: str, method: Any = None, **arguments: Any) -> tuple[nn.Module, Arguments]:
+    model = adjoint.wrap(make(name, torch.float64), method or Exact(5)).train()
     return model, {"input_ids": IDS, **arguments}
 
 
@@ -42,7 +42,7 @@ CALLS = {
     "hidden states": lambda: make_stack(Exact(5), return_hidden_states=True),
     "no method": lambda: make_stack(None, labels=IDS),
     "wrapped": lambda: make_wrapped(LLAMA, labels=IDS),
-    "wrapped, segments": lambda: make_wrapped(LLAMA, layers=1, labels=IDS),
+    "wrapped, segments": lambda: make_wrapped(LLAMA, Exact(5, segment_layers=1), labels=IDS),
     "logits": lambda: make_wrapped(LLAMA),
     "logits of Mamba-2": lambda: make_wrapped(MAMBA2),
 }
@@ -93,6 +93,14 @@ def test_gradients_are_those_of_the_call_alone(name: str, context: str) -> None:
     expected = gradients_of(model, lambda m: loss_of(m(**arguments)))
     unit_loss = torch.ones(())
     assert errors((unit_loss, got), (unit_loss, expected)).worst < 1e-12
+
+
+def test_a_checkpoint_around_a_first_call_by_mini_sequences() -> None:
+    """The trial that finds the MLPs runs them with gradients, which the checkpoint must not see."""
+    model, arguments = make_wrapped(LLAMA, MiniSequence(3, 4), labels=IDS)
+    got = gradients_of(model, lambda m: CONTEXTS["checkpoint"](lambda: loss_of(m(**arguments))))
+    expected = gradients_of(model, lambda m: loss_of(m(**arguments)))
+    assert errors((torch.ones(()), got), (torch.ones(()), expected)).worst < 1e-12
 
 
 SLOW_CALLS = "wrapped", "logits of Mamba-2"  # beside segments and logits of another model

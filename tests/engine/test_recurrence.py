@@ -216,6 +216,10 @@ def test_the_comparison_leaves_buffers_and_generators_as_they_were() -> None:
             {"function": lambda x, state: (x.sum(), state)},
             r"y must be \(batch, tokens, …\), \(2, 9\), got",
         ),
+        (
+            {"function": lambda x, state: (x.mul_(2).cumsum(1), state)},
+            r"it writes to its input in place, .* let it begin with x = x.clone\(\)",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:
@@ -224,6 +228,23 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         adjoint.checkpoint_sequence(**arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.vmap,
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    ],
+    ids=["vmap", "grad", "jvp"],
+)
+def test_transforms_are_refused(transform: Callable[[Any], Any]) -> None:
+    gru, state, x = nn.GRU(5, 7, batch_first=True), torch.zeros(1, 2, 7), torch.ones(2, 2, 9, 5)
+    with pytest.raises(
+        ValueError, match=r"^checkpoint_sequence: torch\.func's grad, vmap and jvp do not work"
+    ):
+        transform(lambda x: adjoint.checkpoint_sequence(gru, x, state, chunk_size=4)[0])(x)
 
 
 def squared_error(y: Tensor, target: Tensor) -> Tensor:

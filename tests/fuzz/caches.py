@@ -14,7 +14,7 @@ import adjoint
 from adjoint.hf.carried_state import DifferentiableCache
 from adjoint.hf.model_parts import backbone_of
 from adjoint.hf.transformers_api import cache_argument
-from adjoint.methods import RECOMPUTE
+from adjoint.methods import KEEP, RECOMPUTE
 from tests.fuzz.oracle import Case, Refusal, Vacuous, raised_by_us, same, some
 from tests.hf.hf_models import MODELS, VOCAB, float64_throughout, make
 
@@ -42,6 +42,10 @@ def draw(rng: random.Random) -> Case:
         calls.append(call)
     method = some(rng, 0.8, {"chunk_size": lambda: rng.randint(2, 9)})
     options = {"recompute": lambda: rng.choice(RECOMPUTE), "checkpoints": lambda: rng.choice((1, 2, 5))}
+    options |= {"memory": lambda: rng.choice((1, "200KB", "1GB"))}
+    if rng.random() < 0.4:
+        del options["checkpoints"]
+        options |= {"segment_layers": lambda: rng.randint(1, 3), "keep": lambda: rng.choice(KEEP)}
     method |= some(rng, 0.3, options)
     case = {"kind": "caches", "seed": rng.randrange(10**6), "model": rng.choice(list(MODELS)), "calls": calls}
     return case | {"method": method} | some(rng, 0.2, {"only_last": True})

@@ -38,10 +38,10 @@ def draw(rng: random.Random) -> Case:
         case["config"] = stacks.draw_config(rng)
     method = some(rng, 0.8, {"chunk_size": lambda: rng.randint(2, seqlen + 2)})
     options = {"recompute": lambda: rng.choice(RECOMPUTE), "keep": lambda: rng.choice(("inputs", "offload"))}
-    options |= {"checkpoints": lambda: rng.choice((1, 2, 5))}
+    options |= {"segment_layers": lambda: rng.randint(1, 3), "checkpoints": lambda: rng.choice((1, 2, 5))}
     method |= some(rng, 0.3, options)
     if "checkpoints" in method:
-        method.pop("keep", None)
+        method = {name: value for name, value in method.items() if name not in ("keep", "segment_layers")}
     case["method"] = method
     if rng.random() < 0.25 and not {"left", "right"} & case.keys():
         case["packed"] = [rng.choice((seqlen, rng.randint(2, seqlen))) for _ in range(batch)]

@@ -112,7 +112,9 @@ def draw_method(rng: random.Random, config: StackConfig, seqlen: int) -> Case:
             "memory": lambda: rng.choice((1, "20KB", "300KB", "1GB")),
             "checkpoints": lambda: rng.choice((1, 2, 3, 5, 8, 40)),
         }
-        storage = {} if keep else some(rng, 0.4, storage)
+        if keep:
+            storage.pop("checkpoints")
+        storage = some(rng, 0.4, storage)
         options = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True}
         return {"name": "Exact", **size, **keep, **storage, **some(rng, 0.4, options)}
     window = rng.randint(1, seqlen + 2) if windowed else seqlen + rng.randint(0, 2)

@@ -91,7 +91,9 @@ def draw_method(rng: random.Random, case: Case) -> Case:
             "memory": lambda: rng.choice((1, "200KB", "1GB")),
             "checkpoints": lambda: rng.choice((1, 2, 3, 5, 20)),
         }
-        storage = {} if keep else some(rng, 0.3, storage)
+        if keep:
+            storage.pop("checkpoints")
+        storage = some(rng, 0.3, storage)
         rest = {"recompute": lambda: rng.choice(RECOMPUTE), "offload": True}
         return {"name": "Exact", **size, **keep, **storage, **some(rng, 0.3, rest)}
     if kind < 0.8:

@@ -179,6 +179,8 @@ def test_defaults_by_mixer() -> None:
         ({"d_conv": 17}, "model.d_conv: expected a whole number from 1 to 16, got 17"),
         ({"d_intermediate": -1}, "model.d_intermediate: expected a whole number .0 or more., got -1"),
         ({"norm_eps": 0.0}, "model.norm_eps: expected a finite number above 0, got 0.0"),
+        ({"initializer_range": -1.0}, "initializer_range: expected a finite number .0 or more., got -1.0"),
+        ({"dt_init_floor": float("nan")}, "dt_init_floor: expected a finite number .0 or more., got nan"),
         ({"dt_min": 0.2}, "dt_min must be at most dt_max, got 0.2 and 0.1"),
         ({"mixer": "mamba4"}, "mixer must be one of mamba, mamba2, diagonal, scalar, dense.*got 'mamba4'"),
         ({"mixer": ["mamba"] * 3}, "mixer lists 3 layers but n_layer is 4"),

@@ -242,6 +242,9 @@ OTHERS = [
     ("doctor Jamba stray", "'stray': adjoint doctor has no such argument"),
     ("doctor Nemotrn", "did you mean Nemotron-H"),
     ("doctor .", "has no config.json"),
+    ("cluster", "the following arguments are required: COMMAND"),
+    ("cluster emv", "COMMAND: invalid choice: 'emv' (choose from "),
+    ("cluster env --jsn", "--jsn: adjoint cluster has no such flag; "),
     ("eval run --lenght 4", "--lenght: adjoint eval has no such flag; did you mean --lengths?"),
     (
         "eval adapter",

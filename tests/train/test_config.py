@@ -93,6 +93,30 @@ def test_a_size_of_memory_is_no_count_of_tokens() -> None:
     assert load_config([*argv, "1000"]).method.memory == 1000
 
 
+def test_null_is_no_text() -> None:
+    """A null on the command line is the default, also of keys whose texts have a condition."""
+    config = load_config(["--data.tokenizer", "null", "--data.text_field", "null", "--run.name", "null"])
+    assert (config.data.tokenizer, config.data.text_field) == (None, None)
+    assert config.run.name == "default"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("run.name", "..", "a folder's name"),
+        ("run.dir", "", "a path or null"),
+        ("data.cache_dir", "", "a path or null"),
+        ("data.path", "a\0b", "a path, a list of paths or null"),
+        ("model.from_pretrained", "", "a text that is not empty or null"),
+        ("training.threads", "100000", "a whole number from 1 to 4096 or null"),
+        ("data.weights", "[0]", "a list, each a finite number above 0 or null"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused(key: str, value: str, expected: str) -> None:
+    with pytest.raises(UserError, match=f"^--{key}: expected {re.escape(expected)}"):
+        load_config([f"--{key}={value}"])
+
+
 def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "training: {lr: 1e-3, steps: 7}\nmodel: {n_layer: 2, mixer: [mamba, mamba2]}\ndata: {seqlen: 32K}"

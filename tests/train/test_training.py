@@ -32,7 +32,7 @@ from adjoint.files import save_figure
 from adjoint.memory import rss_bytes
 from adjoint.plan.planned_stack import model_of
 from adjoint.plan.run_memory import Setup, needs
-from adjoint.train import checkpoint, plots, trainer
+from adjoint.train import checkpoint, plots, rundir, trainer
 from adjoint.train.config import TrainingConfig, load_config
 from adjoint.train.machine import StopRequest
 from adjoint.train.optimizer import learning_rate, parameter_groups
@@ -437,6 +437,21 @@ def test_runs_without_a_folder_get_one_each_and_resume_finds_the_last(
     assert main([*argv, "--resume", "auto", "--training.steps", "2"]) == 0
     assert "run: runs/mine-2" in capsys.readouterr().out
     assert [row["step"] for row in metrics(tmp_path / "runs" / "mine-2")] == [1, 2]
+
+
+def test_a_name_that_the_file_system_takes_for_another_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """File systems that ignore case have runs/Mine in the place of runs/mine."""
+    monkeypatch.chdir(tmp_path)
+    argv = tiny(tmp_path)
+    position = argv.index("--run.dir")
+    argv[position : position + 2] = ["--run.name", "mine"]
+    runs = tmp_path / "runs"
+    (runs / "mine").mkdir(parents=True)
+    monkeypatch.setattr(rundir, "_numbered", lambda name: (runs / "Mine", runs / name))
+    assert main(argv) == 2
+    assert "runs/mine: File exists" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(

@@ -161,11 +161,13 @@ class Verification:
         return computed
 
     def without_traces(self, find: Callable[..., T], *args: object) -> T:
-        """Return find(*args), a trial; settings of the model are as before.
+        """Return find(*args), a trial; settings of the model are as before, and no saved-tensor hooks see it.
 
-        Trials may change them: RecurrentGemma's own forward stores a state in its mixers."""
+        Trials may change settings: RecurrentGemma's own forward stores a state in its mixers. The hooks would
+        be those of a checkpoint around the call, which counts saved tensors."""
         before = ForwardState(self.model, self.snapshot)
-        with _without_fallback_warnings(), full_float32():
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+        with _without_fallback_warnings(), full_float32(), hooks:
             result = find(*args)
         before.restore_settings(Snapshot(self.model), hooks=False)
         return result
@@ -604,11 +606,8 @@ def _explain_loss(model: PreTrainedModel) -> str | None:
 
 @contextlib.contextmanager
 def _without_side_effects(model: PreTrainedModel) -> Iterator[None]:
-    """Run the body without side effects: no saved-tensor hooks, and the random generators are restored.
-
-    The hooks would be those of a checkpoint around the call, which counts saved tensors."""
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
-    with outside_inference_mode(), torch.enable_grad(), hooks, ChunkRandomness(model).undone():
+    """Run the body with gradients and without side effects: the random generators are restored."""
+    with outside_inference_mode(), torch.enable_grad(), ChunkRandomness(model).undone():
         yield
 
 
