@@ -71,7 +71,7 @@ def release_freed_memory() -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep up to 64 MiB of freed memory for the next tensors of a CPU, once a process.
 
-    By default each tile hands its memory back to the system and gets it again page by page: 4% of a step.
+    By default each tile hands its memory back to the system, and gets it again page by page.
     glibc keeps twice the largest block that the system gave for itself alone and that was freed (mallopt(3),
     M_MMAP_THRESHOLD), up to 32 MiB. A block that nobody writes to takes neither time nor memory. Settings of
     one's own, such as MALLOC_TRIM_THRESHOLD_, hold; other allocators are as before.

@@ -1,9 +1,11 @@
 """MambaForCausalLM and Mamba2ForCausalLM of transformers: their config.json, and their weights' names."""
 
+import copy
 import math
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from adjoint.formats.names import EMBEDDING, HEAD, Values, Weights, as_config_values, sizes, with_stack_names
@@ -45,6 +47,7 @@ _DEFAULTS: Values = {
     "time_step_floor": 1e-4,
     "time_step_limit": (0.0, math.inf),
 }
+_OF_TRAINING = ("training", "gradient_checkpointing")  # attributes of modules that change no result
 
 
 WEIGHTS_FILE = "model.safetensors"
@@ -77,6 +80,7 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
         )
     if any(".base_layer." in name for name in hf_model.state_dict()):
         raise ValueError("the model has adapters of PEFT; merge them first: model = model.merge_and_unload()")
+    _refuse_other_settings(hf_model)
     config = read_config(hf.to_dict())
     normalises_groups = any(hasattr(module, "group_size") for module in hf_model.modules())
     if kind == "mamba2" and hf.n_groups > 1 and not normalises_groups:
@@ -87,6 +91,28 @@ def from_model(hf_model: nn.Module) -> tuple[StackConfig, Weights]:
             stacklevel=3,
         )
     return with_stack_names({name: t.clone() for name, t in hf_model.state_dict().items()}, config)
+
+
+def _refuse_other_settings(hf_model: nn.Module) -> None:
+    """Refuse a model some module of which is set otherwise than its configuration says.
+
+    Raises:
+        ValueError: it is, as after a change of the configuration or of the module.
+    """
+    classes = [cls for cls in type(hf_model).__mro__ if cls.__module__.startswith("transformers.")]
+    model_class = classes[0] if classes else type(hf_model)
+    with torch.device("meta"):
+        configured: nn.Module = model_class(copy.deepcopy(hf_model.config))
+    modules = dict(hf_model.named_modules())
+    for name, module in configured.named_modules():
+        settings = vars(modules.get(name, module))
+        for key, value in vars(module).items():
+            is_setting = isinstance(value, (int, float, str, tuple)) and not key.startswith("_")
+            if is_setting and key not in _OF_TRAINING and settings.get(key, value) != value:
+                raise ValueError(
+                    f"the model's {name}.{key} is {settings[key]!r}, but by its config it would be "
+                    f"{value!r}: a stack is made by the config; make both the same"
+                )
 
 
 def read_config(config_json: Values) -> StackConfig:

@@ -93,6 +93,22 @@ def test_shards_are_read_and_weights_are_the_stacks_own(tmp_path: Path) -> None:
         Stack.from_pretrained(tmp_path)
 
 
+def test_a_model_that_is_not_as_its_config_says_is_not_copied() -> None:
+    for kind, changed, key, value, message in (
+        (MAMBA, "backbone.layers.1.norm", "variance_epsilon", 0.5, r"is 0\.5, but by its config .* 1e-05"),
+        (MAMBA, "config", "layer_norm_epsilon", 0.5, r"variance_epsilon is 1e-05, but by its config .* 0\.5"),
+        (MAMBA2, "backbone.layers.0.mixer", "time_step_limit", (0.0, 0.1), r"\(0\.0, 0\.1\), but .* inf\)"),
+    ):
+        model = hf_model(kind)
+        setattr(model.config if changed == "config" else model.get_submodule(changed), key, value)
+        with pytest.raises(ValueError, match=message):
+            Stack.from_transformers(model)
+    model = hf_model(MAMBA)
+    model.train().gradient_checkpointing_enable()
+    with torch.no_grad():
+        assert relative(Stack.from_transformers(model)(IDS).logits, logits_of_transformers(model)) <= 1e-12
+
+
 def test_adapters_are_merged_before_a_model_is_copied() -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(hf_model(MAMBA), peft.LoraConfig(r=2, target_modules=["in_proj"]))

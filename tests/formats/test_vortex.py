@@ -281,7 +281,10 @@ REFUSED = [
     ({"num_filters": 12}, "num_filters is 12, a Stack has only hidden_size, 24"),
     ({"attn_layer_idxs": []}, "do not name each of the 5 layers once"),
     ({"hcm_layer_idxs": [0, 1]}, "do not name each of the 5 layers once"),
-    ({"hcs_layer_idxs": None}, "hcs_layer_idxs: expected a list, got null"),
+    (
+        {"hcs_layer_idxs": None},
+        r"hcs_layer_idxs: expected a list, each a whole number \(0 or more\), got null",
+    ),
     ({"num_layers": "x"}, r"num_layers: expected a whole number \(1 or more\), got 'x'"),
     ({"interleave": "maybe"}, "interleave: expected true or false, got 'maybe'"),
     ({"model_parallel_size": 0}, r"model_parallel_size: expected a whole number \(1 or more\), got 0"),
