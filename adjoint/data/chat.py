@@ -41,7 +41,7 @@ _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.u
 _JOINED = "give the tokenizer a template that puts a special token or a line end between them"
 
 
-class TextRange(NamedTuple):
+class TextSpan(NamedTuple):
     """The characters [start, stop) of a rendered chat."""
 
     start: int
@@ -228,14 +228,14 @@ class _Rendered:
             reason, name = " ".join(str(error).split())[:200], self.tokenizer.name
             raise _TemplateError(f"{self.chat.place}: {name}'s chat template refuses it ({reason})") from None
 
-    def answers(self, predicted: list[bool]) -> list[TextRange]:
+    def answers(self, predicted: list[bool]) -> list[TextSpan]:
         """Return the spans of the answers to predict; `predicted` has a value for each message."""
         if _GENERATION.search(self.template):
             return self._marked_answers(predicted)
         numbers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and predicted[i]]
         return [self._added_by(i) for i in numbers]
 
-    def _added_by(self, i: int) -> TextRange:
+    def _added_by(self, i: int) -> TextSpan:
         """Return the span that message i adds after the earlier messages and the generation prompt."""
         place = f"{self.chat.place}: the chat template writes message {i + 1}"
         through = self._through(i)
@@ -250,7 +250,7 @@ class _Rendered:
                 f"{place} differently when more messages follow; give the tokenizer a template with "
                 "{% generation %} around answers"
             )
-        return TextRange(len(before), len(through))
+        return TextSpan(len(before), len(through))
 
     def _through(self, i: int) -> str:
         """Return the text up to the end of message i."""
@@ -284,7 +284,7 @@ class _Rendered:
             )
         return before
 
-    def _marked_answers(self, predicted: list[bool]) -> list[TextRange]:
+    def _marked_answers(self, predicted: list[bool]) -> list[TextSpan]:
         """Return the spans inside ``{% generation %}`` that belong to predicted answers."""
         spans = self._brackets(self.messages)
         answers = [message["role"] == "assistant" for message in self.messages]
@@ -306,7 +306,7 @@ class _Rendered:
             chosen += spans[start:stop] if predicted[i] else []
         return chosen
 
-    def _brackets(self, messages: list[dict[str, Any]]) -> list[TextRange]:
+    def _brackets(self, messages: list[dict[str, Any]]) -> list[TextSpan]:
         """Return the spans inside ``{% generation %}``, found by rendering with a character at each end of
         them."""
         plain = self.text if messages is self.messages else self.render(messages)
@@ -323,7 +323,7 @@ class _Rendered:
             if piece == opening and start is None:
                 start = at
             elif piece == closing and start is not None:
-                spans.append(TextRange(start, at))
+                spans.append(TextSpan(start, at))
                 start = None
             elif piece in (opening, closing):
                 at = -1
@@ -428,11 +428,11 @@ def _python_forms(value: Any) -> Iterator[str]:
             yield from _python_forms(each)
 
 
-def _places(leaf: str, text: str, first: int = 0) -> list[TextRange]:
+def _places(leaf: str, text: str, first: int = 0) -> list[TextSpan]:
     """Return the spans of a leaf in a squeezed text, as it is or JSON-escaped."""
     forms = {_squeezed(form) for form in _forms(leaf)}
     starts = [(text.find(form, first), len(form)) for form in forms]
-    return [TextRange(start, start + size) for start, size in starts if start >= 0]
+    return [TextSpan(start, start + size) for start, size in starts if start >= 0]
 
 
 def _forms(leaf: str) -> list[str]:
@@ -448,7 +448,7 @@ def _squeezed(text: str) -> str:
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def _encoded(tokenizer: FileTokenizer, text: str, spans: list[TextRange], place: str) -> EncodedChat:
+def _encoded(tokenizer: FileTokenizer, text: str, spans: list[TextSpan], place: str) -> EncodedChat:
     """Return a text's tokens, and to which of the spans they belong.
 
     Raises:
@@ -478,7 +478,7 @@ def _differences(
     tokenizer: FileTokenizer,
     rendered: _Rendered,
     predicted: list[bool],
-    spans: list[TextRange],
+    spans: list[TextSpan],
     encoded: EncodedChat,
     noted: Container[str],
 ) -> Iterator[Difference]:
@@ -503,7 +503,7 @@ def _differences(
 
 
 def _differences_of_tokens(
-    tokenizer: FileTokenizer, text: str, spans: list[TextRange], encoded: EncodedChat, noted: Container[str]
+    tokenizer: FileTokenizer, text: str, spans: list[TextSpan], encoded: EncodedChat, noted: Container[str]
 ) -> Iterator[Difference]:
     """Yield what tokens join to the answers, drop from them or write otherwise."""
     assert encoded.offsets is not None
@@ -547,7 +547,7 @@ def _says_the_same(tokenizer: FileTokenizer, ids: list[int], others: list[int]) 
 
 
 def _owners_by_offsets(
-    tokenizer: FileTokenizer, offsets: np.ndarray, text: str, spans: list[TextRange], place: str
+    tokenizer: FileTokenizer, offsets: np.ndarray, text: str, spans: list[TextSpan], place: str
 ) -> np.ndarray:
     """Return the number of the span that each token belongs to, -1 for none, (n,) int64, by the characters
     that it covers. Whitespace at a span's edge belongs to the token that it is in."""
@@ -576,7 +576,7 @@ def _owners_by_offsets(
 
 
 def _owners_by_prefixes(
-    tokenizer: FileTokenizer, ids: list[int], text: str, spans: list[TextRange], place: str
+    tokenizer: FileTokenizer, ids: list[int], text: str, spans: list[TextSpan], place: str
 ) -> np.ndarray:
     """Return the same as `_owners_by_offsets`, for a tokenizer without offsets: a span owns the tokens that
     the text up to its end has beyond those of the text before it."""

@@ -25,7 +25,7 @@ from adjoint.errors import UserError
 from adjoint.kernels import dispatch
 from adjoint.layers import State
 from adjoint.plan.roofline import OperatorCounter, StageWork
-from adjoint.train.machine import autocast
+from adjoint.train.machine import autocast, weights_dtype
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -60,7 +60,7 @@ class Conditions(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of weights, and of the residual stream between tiles."""
-        return torch.float64 if self.precision == "float64" else torch.float32
+        return weights_dtype(self.precision)
 
 
 @dataclass(frozen=True)
