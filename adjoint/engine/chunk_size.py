@@ -202,8 +202,8 @@ def chunk_size_for(
 ) -> int:
     """Return the tokens per chunk: enough to keep the device busy, with small activations.
 
-    On a CPU that is `sizes.busy` over all rows, with attention four fifths. On a GPU a chunk costs a launch
-    per operation, reads every weight and adds to every parameter's gradient, whatever its length:
+    On a CPU that is `sizes.busy` over all rows at most, with attention four fifths. On a GPU a chunk costs a
+    launch per operation, reads every weight and adds to every parameter's gradient, whatever its length:
     `busy_gpu_tokens` over all rows hide that. A shorter batch is cut into at least `FEWEST_CHUNKS` chunks, or
     the gradients of a batch that fits would take more memory than with gradient checkpointing. What all
     layers of a chunk store for its backward gets an eighth of the memory at most; where weights come from
@@ -224,12 +224,19 @@ def chunk_size_for(
     equal = int(min((seqlen * state) ** 0.5, math.inf if checkpoints is None else checkpoints * state))
     if device != "cuda":  # kept outputs of attention and a shorter chunk together take a longer one's memory
         busy = round(sizes.busy / (64 * (1 + ATTENTION_SHARE * sizes.has_attention))) * 64
-        return max(64, busy // batch, equal)
+        return _even_chunk(max(64, busy // batch, equal), seqlen)
     memory = memory or UNKNOWN_MEMORY
     most = memory / 8 / sizes.bytes_per_token
     tokens = most if sizes.weights_on_host else min(busy_gpu_tokens(sizes, memory, batch * seqlen), most)
     size = max(int(tokens / batch), equal)
     return min(LONGEST_GPU_CHUNK, max(256, size // 256 * 256))
+
+
+def _even_chunk(size: int, seqlen: int) -> int:
+    """Return the multiple of 32 tokens that gives as many chunks, the last one about as long:
+    its tape is kept, and that of a short chunk saves little."""
+    chunks = -(-seqlen // size)
+    return size if chunks == 1 else -(-seqlen // (32 * chunks)) * 32
 
 
 def _chunk_sizes(seqlen: int, max_chunks: int, unit: int = 256) -> Iterator[int]:

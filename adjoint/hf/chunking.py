@@ -29,7 +29,8 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Backbones whose masks let tokens of a type attend to later ones, without a function that tells which. The
 # comparison on first use tells whether others do.
 SEE_LATER_TOKENS = ("GitModel", "HrmTextModel", "Molmo2Model", "PaliGemmaModel", "PI0Model")
-CPU_CHUNK_SIZE = 1024  # the default chunk size on a CPU, in tokens; see `adjoint.engine.chunk_size`
+# `Sizes.busy` of wrapped models; of those with attention, outputs of which are kept, too, fewer.
+BUSY_TOKENS, BUSY_TOKENS_WITH_ATTENTION = 1216, 1024
 Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents
 
 
@@ -65,14 +66,15 @@ def sizes_of(
         width, weights_on_host: as in `Sizes`.
     """
     states = [math.prod(slot.shape) * slot.dtype.itemsize for slot in slots if slot.grows is None]
+    has_attention = len(states) < len(slots)
     return Sizes(
         max(features, 1) * element,
         sum(states),
-        CPU_CHUNK_SIZE,
+        BUSY_TOKENS_WITH_ATTENTION if has_attention else BUSY_TOKENS,
         width,
         weights_on_host,
         stream=width * element,
-        has_attention=len(states) < len(slots),
+        has_attention=has_attention,
     )
 
 

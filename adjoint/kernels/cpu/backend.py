@@ -303,7 +303,7 @@ def _selective_interval(d_state: int) -> int:
 def _ssd_interval(d_state: int) -> int:
     """Tokens between the saved states of an SSD scan: some blocks of the matrix products; longer for a larger
     state, to save fewer."""
-    return max(64, d_state)
+    return max(128, d_state)
 
 
 def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
@@ -422,28 +422,21 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
     by_blocks = _runs_by_blocks(x, d_state)
-    d = step_size(dt, dt_bias, dt_softplus)
     units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
     threads = _threads(units, x.numel() * d_state)
     args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
-    D = None if D is None else D.repeat_interleave(headdim)
-    inputs = {
-        "u": x,
-        "delta": d,
-        "B": B,
-        "C": C,
-        "A": A,
-        "D": D,
-        "initial_state": initial_state,
-        "reset": reset,
-    }
+    inputs = {"u": x, "B": B, "C": C, "A": A, "initial_state": initial_state, "reset": reset}
     outputs = {"y": y, "final_state": final_state, "checkpoints": checkpoints}
     if by_blocks:
+        args.softplus = dt_softplus
+        inputs |= {"delta": dt, "delta_bias": dt_bias, "D": D}
         args.run("ssd", x.dtype, 0, inputs=inputs, outputs=outputs)
     else:
+        d = step_size(dt, dt_bias, dt_softplus)
+        inputs |= {"delta": d, "D": None if D is None else D.repeat_interleave(headdim)}
         outputs["decay"] = (d * A).contiguous()  # the scan writes decays in the exponents' place
         args.run("scan", x.dtype, 1, 0, inputs=inputs, outputs=outputs)
     return y, final_state, checkpoints
@@ -470,38 +463,36 @@ def ssd_scan_backward(
     ngroups, d_state = B.shape[2:]
     window = _effective(window, seqlen)
     by_blocks = _runs_by_blocks(x, d_state)
-    d = step_size(dt, dt_bias, dt_softplus)
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
     args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
-    dx = x.new_empty(batch, seqlen, nheads, headdim)
-    dd, dexponent = [x.new_empty(batch, seqlen, blocks) for _ in range(2)]
+    dx, dd = x.new_empty(batch, seqlen, nheads, headdim), x.new_empty(batch, seqlen, blocks)
     dB, dC = _partials(args, x, batch, seqlen, ngroups, d_state)
-    dD = None if D is None else x.new_empty(batch, nheads * headdim)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
     args.window, args.halo = window, halo
-    D = None if D is None else D.repeat_interleave(headdim)
-    inputs = {"u": x, "delta": d, "B": B, "C": C, "A": A, "D": D, "dy": dy, "dfinal_state": dfinal_state}
+    inputs = {"u": x, "B": B, "C": C, "A": A, "dy": dy, "dfinal_state": dfinal_state}
     inputs |= {"reset": reset, "checkpoints": checkpoints}
-    outputs = {
-        "du": dx,
-        "ddelta": dd,
-        "ddecay": dexponent,
-        "dB": dB,
-        "dC": dC,
-        "dD": dD,
-        "dinitial_state": dinitial,
-    }
+    outputs = {"du": dx, "ddelta": dd, "dB": dB, "dC": dC, "dinitial_state": dinitial}
     if by_blocks:
+        args.softplus = dt_softplus
+        inputs |= {"delta": dt, "delta_bias": dt_bias, "D": D}
+        dA, dD, dbias = x.new_empty(3, batch, nheads).unbind()
+        outputs |= {
+            "dA": dA,
+            "dD": None if D is None else dD,
+            "ddelta_bias": None if dt_bias is None else dbias,
+        }
         args.run("ssd", x.dtype, 1, inputs=inputs, outputs=outputs)
-    else:
-        decay = (d * A).contiguous()  # as in the forward
-        outputs["decay"] = decay
-        args.run("scan", x.dtype, 1, 1, inputs=inputs, outputs=outputs)
-        per_head = nheads, _blocks(1, headdim, x.dtype)
-        dd, dexponent = (g.unflatten(2, per_head).sum(-1) for g in (dd, dexponent))
-        dexponent *= decay
-    ddt, dA = ssd_step_gradients(dd, dexponent, d, dt, A, dt_bias, dt_softplus)
+        return dx, dd, dA.sum(0), _total(dB), _total(dC), dD.sum(0), dbias.sum(0), dinitial
+    d = step_size(dt, dt_bias, dt_softplus)
+    inputs |= {"delta": d, "D": None if D is None else D.repeat_interleave(headdim)}
+    decay, dexponent = (d * A).contiguous(), x.new_empty(batch, seqlen, blocks)  # decay: as in the forward
+    dD = None if D is None else x.new_empty(batch, nheads * headdim)
+    outputs |= {"ddecay": dexponent, "dD": dD, "decay": decay}
+    args.run("scan", x.dtype, 1, 1, inputs=inputs, outputs=outputs)
+    per_head = nheads, _blocks(1, headdim, x.dtype)
+    dd, dexponent = (g.unflatten(2, per_head).sum(-1) for g in (dd, dexponent))
+    ddt, dA = ssd_step_gradients(dd, dexponent * decay, d, dt, A, dt_bias, dt_softplus)
     dbias = None if dt_bias is None else ddt.sum((0, 1))
     dD = None if dD is None else dD.sum(0).view(nheads, headdim).sum(1)
     return dx, ddt, dA, _total(dB), _total(dC), dD, dbias, dinitial

@@ -36,6 +36,7 @@
 // block is a group, whose rows ahead begin with the next token, and M is a band.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "products.h"
 #include "scan.h"
@@ -72,7 +73,8 @@ template <class T> struct Ssd {
 
   // Sums of the exponents and their exponentials. Float32 sums have a second number for what rounding leaves.
   struct Decays {
-    alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL], delta[QL];
+    alignas(VECTOR_BYTES) T high[QL], low[QL], from_start[QL], to_end[QL];
+    alignas(VECTOR_BYTES) T delta[QL], slope[QL];  // the step size, and its derivative by what the caller gives
     T whole, less_one;  // of the block, and that less 1
     double exponent;    // of `whole`, to base 2
   };
@@ -111,6 +113,7 @@ template <class T> struct Ssd {
     T *states;                                  // (heads, blocks of the segment, state_size)
     T *dD;                                      // (heads, PL): sums over a segment
     std::vector<double> dD_sums;                // (heads, PL): over all segments
+    double dA[HEADS], ddelta_bias[HEADS];       // sums over all tokens
     T *from_C, *from_X, *d_delta;               // (Q): e_i dy_i . C_i H, f_j X_j . B_j dH', dX_j . x_j
     bool goes_on[HEADS];                        // whether dH' is another number than zero
     Decays decays;
@@ -176,19 +179,32 @@ template <class T> struct Ssd {
     return stop < s.seqlen ? stop : s.seqlen;
   }
 
-  // (channels, d_state) of a head <-> a state
+  // (channels, d_state) of a head <-> a state. body(a state's rows, the channels', how many of each) for every square.
+  template <class F> void each_square(int64_t b, int64_t head, F body) const {
+    const int64_t first = (b * s.nheads + head) * P * N;
+    for (int64_t c = 0; c < P; c += L)
+      for (int64_t n = 0; n < N; n += L)
+        body((c / L * N + n) * L, first + c * N + n, int(P - c < L ? P - c : L), int(N - n < L ? N - n : L));
+  }
   void gather(const void* rows, T* state, int64_t b, int64_t head) const {
-    std::memset((void*)state, 0, state_size() * sizeof(T));
-    if (!rows) return;
-    const T* p = (const T*)rows + (b * s.nheads + head) * P * N;
-    for (int64_t c = 0; c < P; c++)
-      for (int64_t n = 0; n < N; n++) state[(c / L * N + n) * L + c % L] = p[c * N + n];
+    if (!rows) {
+      std::memset((void*)state, 0, state_size() * sizeof(T));
+      return;
+    }
+    each_square(b, head, [&](int64_t to, int64_t from, int channels, int width) {
+      Vt square[L] = {};
+      for (int i = 0; i < channels; i++) square[i] = load<T>((const T*)rows + from + i * N, width);
+      transpose_square<T>(square);
+      for (int n = 0; n < width; n++) *(Vt*)(state + to + n * L) = square[n];
+    });
   }
   void scatter(void* rows, const T* state, int64_t b, int64_t head) const {
-    if (!rows) return;
-    T* p = (T*)rows + (b * s.nheads + head) * P * N;
-    for (int64_t c = 0; c < P; c++)
-      for (int64_t n = 0; n < N; n++) p[c * N + n] = state[(c / L * N + n) * L + c % L];
+    each_square(b, head, [&](int64_t from, int64_t to, int channels, int width) {
+      Vt square[L] = {};
+      for (int n = 0; n < width; n++) square[n] = *(const Vt*)(state + from + n * L);
+      transpose_square<T>(square);
+      for (int i = 0; i < channels; i++) store<T>((T*)rows + to + i * N, square[i], width);
+    });
   }
 
   // Rows of a block, padded with zeros to whole vectors.
@@ -216,17 +232,27 @@ template <class T> struct Ssd {
       put(sum, w.G + i * QL + v * L, QL);
     });
   }
+  // The step size delta of each lane from what the caller gives, and its derivative.
+  ALWAYS_INLINE void step_size(int64_t head, Vt& delta, Vt& slope) const {
+    if (s.delta_bias) delta += ((const T*)s.delta_bias)[head];
+    slope = splat<T>(1);
+    if (s.softplus) softplusv<T>(delta, delta, slope);
+  }
   // delta A of a token, to base 2
+  double exponent(T delta, int64_t head) const { return double(delta) * double(((const T*)s.A)[head]) * LOG2E; }
   double exponent(int64_t b, int64_t t, int64_t head) const {
-    return double(row<T>(s.delta, b, t)[head]) * double(((const T*)s.A)[head]) * LOG2E;
+    Vt delta = splat<T>(row<T>(s.delta, b, t)[head]), slope;
+    step_size(head, delta, slope);
+    return exponent(delta[0], head);
   }
   // 2^(high + low), low being what rounding has left of the sum
   static ALWAYS_INLINE Vt exp2_of(Vt high, Vt low) { return exp2v<T>(high) * (1 + low * T(LN2)); }
   void read_decays(const Block& k, int64_t head, Decays& d) const {
+    for (int64_t t = 0; t < QL; t++) d.delta[t] = t < k.size ? row<T>(s.delta, k.b, k.start + t)[head] : T(0);
+    for (int64_t t = 0; t < QL; t += L) step_size(head, *(Vt*)(d.delta + t), *(Vt*)(d.slope + t));
     double total = 0;
     for (int64_t t = 0; t < k.size; t++) {
-      total += exponent(k.b, k.start + t, head);
-      d.delta[t] = row<T>(s.delta, k.b, k.start + t)[head];
+      total += exponent(d.delta[t], head);
       d.high[t] = T(total);
       d.low[t] = T(total - double(d.high[t]));
     }
@@ -390,7 +416,7 @@ template <class T> struct Ssd {
     each_of_tile(sum, k.start + i, v, [&](Vt& x, int64_t t, int64_t u) ALWAYS_INLINE_LAMBDA {
       const int64_t c = u * L, left = P - c;
       const int width = int(left < L ? left : L);
-      x += load<T>((const T*)s.D + head * P + c, width) * load<T>(row<T>(s.u, k.b, t) + head * P + c, width);
+      x += ((const T*)s.D)[head] * load<T>(row<T>(s.u, k.b, t) + head * P + c, width);
     });
   }
   // body(row of the batch, group, first head, last head, whether the group's gradients have no values yet)
@@ -418,6 +444,7 @@ template <class T> struct Ssd {
       }
       clear_rests(w);
       std::fill(w.dD_sums.begin(), w.dD_sums.end(), 0.0);
+      for (double* sums : {w.dA, w.ddelta_bias}) std::fill(sums, sums + HEADS, 0.0);
       if (s.window) read_prefixes(b, group, first, last, w);
       for (int64_t segment = segments - 1; segment >= 0; segment--) {
         const int64_t stop = stop_of(segment);
@@ -441,7 +468,7 @@ template <class T> struct Ssd {
               w.to_group_end[h] = exponent(b, a.group_end, first + h);
             if (k.start < owned) {
               const T* before = w.states + (h * count + i) * size;
-              backward_block(k, first + h, before, arriving(k, a, h, first + h, i, w), w.dD + h * PL, a, w);
+              backward_block(k, first + h, h, before, arriving(k, a, h, first + h, i, w), a, w);
             } else {
               read_outside(k, first + h, w);
             }
@@ -455,10 +482,11 @@ template <class T> struct Ssd {
       for (int64_t h = 0; h < last - first; h++) {
         if (s.window) add_state(w.initial + h * size, w.state + h * size);
         scatter(s.dinitial_state, w.state + h * size, b, first + h);
-        if (s.dD)
-          each_vector<T>(P, 0, PV, [&](int64_t v, int64_t c, int width) {
-            store<T>((T*)s.dD + (b * s.nheads + first + h) * P + c, rounded<T>(&w.dD_sums[h * PL + v * L]), width);
-          });
+        const int64_t of_head = b * s.nheads + first + h;
+        ((T*)s.dA)[of_head] = T(w.dA[h]);
+        if (s.ddelta_bias) ((T*)s.ddelta_bias)[of_head] = T(w.ddelta_bias[h]);
+        const auto dD = w.dD_sums.begin() + h * PL;
+        if (s.dD) ((T*)s.dD)[of_head] = T(std::accumulate(dD, dD + P, 0.0));
       }
     });
   }
@@ -482,9 +510,10 @@ template <class T> struct Ssd {
     }
   }
   // The block's gradients. before: H; state: dH', null if it is zero.
-  void backward_block(const Block& k, int64_t head, const T* before, const T* state, T* dD, const Ahead& a,
+  void backward_block(const Block& k, int64_t head, int64_t h, const T* before, const T* state, const Ahead& a,
                       Work& w) const {
     Decays& d = w.decays;
+    T* dD = w.dD + h * PL;
     read_decays(k, head, d);
     read_X(k, head, w);
     copy_rows(s.dy, k, head * P, P, w.dy, PL);
@@ -527,7 +556,7 @@ template <class T> struct Ssd {
           dot += input * sum[r][u];
           Vt gradient = d.delta[j + r] * sum[r][u];
           if (s.D) {
-            gradient += load<T>((const T*)s.D + head * P + c, width) * dy;
+            gradient += ((const T*)s.D)[head] * dy;
             *(Vt*)(dD + c) += dy * input;
           }
           store<T>(dx + c, gradient, width);
@@ -563,7 +592,7 @@ template <class T> struct Ssd {
         add_rows(sum, w.dB + j * NL + v * L);
       });
     }
-    write_decays(k, head, a, through_state, w);
+    write_steps(k, head, h, a, through_state, w);
   }
   // A block whose gradients are another piece's: zeros.
   void read_outside(const Block& k, int64_t head, Work& w) const {
@@ -571,7 +600,7 @@ template <class T> struct Ssd {
     copy_rows(s.dy, k, head * P, P, w.dy, PL);
     for (int64_t t = k.start; t < k.end(); t++) {
       std::memset((void*)(row<T>(s.du, k.b, t) + head * P), 0, P * sizeof(T));
-      row<T>(s.ddecay, k.b, t)[head] = row<T>(s.ddelta, k.b, t)[head] = 0;
+      row<T>(s.ddelta, k.b, t)[head] = 0;
     }
   }
   // R before a block from R behind it: zero before a document and before a group.
@@ -592,8 +621,10 @@ template <class T> struct Ssd {
   template <int R, int W> ALWAYS_INLINE void add_rows(const Vt (&sum)[R][W], T* to) const {
     each_of_tile(sum, 0, 0, [&](Vt x, int64_t i, int64_t v) ALWAYS_INLINE_LAMBDA { *(Vt*)(to + i * NL + v * L) += x; });
   }
-  // d(delta_r A) of every token r, the last one first: `later` sums T G over the rows i >= r in the window of r.
-  void write_decays(const Block& k, int64_t head, const Ahead& a, T through_state, Work& w) const {
+  // d(delta_r A) of every token r, the last one first, and from it the gradients of the step sizes, of A and of the bias:
+  // `later` sums T G over the rows i >= r in the window of r.
+  void write_steps(const Block& k, int64_t head, int64_t h, const Ahead& a, T through_state, Work& w) const {
+    const Decays& d = w.decays;
     T before[Q], from_later = 0, from_earlier = 0;  // sums over i >= r; over j < r, and over the rows ahead
     T from_ahead = 0;
     Vt later[QV] = {}, sum_ahead[QV] = {};
@@ -625,8 +656,11 @@ template <class T> struct Ssd {
           later[v] += *(Vt*)(w.T_ + i * QL + v * L) * masked(*(Vt*)(w.G + i * QL + v * L), i, v);
         from_later += w.from_C[i];
       }
-      row<T>(s.ddecay, k.b, k.start + r)[head] = sum_before(later, r) + from_later + before[r] + through_state;
-      row<T>(s.ddelta, k.b, k.start + r)[head] = w.d_delta[r];
+      const T of_exponent = sum_before(later, r) + from_later + before[r] + through_state;
+      const T of_input = (w.d_delta[r] + of_exponent * ((const T*)s.A)[head]) * d.slope[r];
+      row<T>(s.ddelta, k.b, k.start + r)[head] = of_input;
+      w.dA[h] += double(of_exponent) * double(d.delta[r]);
+      w.ddelta_bias[h] += double(of_input);
     }
   }
   // dB and dC: sums over the heads of a group, of which a thread may come to several runs.
