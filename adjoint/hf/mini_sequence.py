@@ -90,7 +90,14 @@ def in_pieces(forward: Callable[[Tensor], Tensor], chunks: int) -> Callable[[Ten
     → the same."""
 
     def piece(x: Tensor) -> Tensor:
-        return forward(x.contiguous())  # copied in here, so that the checkpoint keeps a view alone
+        """Run a piece. Autocast casts weights for each again: gradients of one cast would be summed in its
+        dtype."""
+        uses_cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(x.contiguous())  # copied in here, so that the checkpoint keeps a view alone
+        finally:
+            torch.set_autocast_cache_enabled(uses_cache)
 
     def run(x: Tensor) -> Tensor:
         pieces = x.tensor_split(max(1, min(chunks, x.shape[1])), dim=1)

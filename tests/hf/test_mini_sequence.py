@@ -83,6 +83,22 @@ def test_bfloat16(name: str, autocast: bool) -> None:
     assert errors(*results).total <= 2**-6
 
 
+def test_autocast_sums_no_gradients_of_pieces_in_bfloat16() -> None:
+    model, many_tokens = make(LLAMA, torch.float32), batch(512)
+
+    def mlp_gradients(pieces: int, dtype: torch.dtype) -> torch.Tensor:
+        wrapped = adjoint.wrap(copy.deepcopy(model).to(dtype), adjoint.MiniSequence(pieces))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss = wrapped(**many_tokens).loss
+        loss.backward()
+        weights = [p.grad for name, p in wrapped.named_parameters() if "mlp" in name and p.grad is not None]
+        return torch.cat([gradient.double().flatten() for gradient in weights])
+
+    exact = mlp_gradients(1, torch.float64)
+    whole, in_pieces = ((mlp_gradients(n, torch.float32) - exact).norm() for n in (1, 256))
+    assert in_pieces <= 1.1 * whole
+
+
 def test_masks_of_four_dimensions_and_documents() -> None:
     see_two_back = torch.ones(29, 29, dtype=torch.bool).tril().triu(-2).expand(2, 1, 29, 29)
     packed = torch.cat([torch.arange(11), torch.arange(18)])[None]  # two documents a row
