@@ -68,6 +68,7 @@ FLAGS: dict[str, dict[str, str | int | None]] = {
         "--needles": 0,
         "--lengths": None,
         "--path": None,
+        "--data.separator": None,
         "--tokens": None,
         "--device": None,
         "--precision": None,

@@ -394,6 +394,24 @@ def test_eval_takes_names_of_the_hub(
     assert "runs/other: no such run or checkpoint" in refusal(["eval", "runs/other", *text], capsys)
 
 
+def test_eval_takes_the_separator_of_a_tokenizer_that_has_none(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "without_end")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<|endoftext|>", "<|stop|>"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = {name: value for name, value in settings.items() if name != "eos_token"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    monkeypatch.chdir(tmp_path)
+    argv = ["eval", str(folder), "--lengths", "64", "--path", str(write_text(tmp_path / "text.txt"))]
+    assert "has no known end-of-text token" in refusal(argv, capsys)
+    assert main([*argv, "--data.separator", ""]) == 0
+    assert "'nothing' is not a token of" in refusal([*argv, "--data.separator", "nothing"], capsys)
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

@@ -74,6 +74,8 @@ def _parser() -> Flags:
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
     add("--lengths", "window lengths in tokens", comma_list(reads(SeqLen)), default="4K,64K")
     add("--path", "text to read; default: the held-out part of the run's own")
+    closes = 'token that closes each document, "" for none; default: the run\'s, or the tokenizer\'s own'
+    add("--data.separator", closes, dest="separator", metavar="TOKEN")
     tokens = "tokens to read per length, at least one window (needles: one per depth)"
     add("--tokens", f"{tokens}; default: 256K, needles 1M", reads(Positive))
     add("--device", "auto, cpu, cuda or cuda:1", default="auto")
@@ -94,6 +96,8 @@ def main(argv: list[str]) -> int:
     loss_rows, needle_rows, folder = list[LossRow](), list[NeedleRow](), request.out
     for run in dict.fromkeys(request.runs):
         loaded = load(run, device, precision, request.trust_remote_code)
+        if request.separator is not None:
+            loaded = loaded._replace(data=dataclasses.replace(loaded.data, separator=request.separator))
         folder = folder or loaded.folder
         model = loaded.model
         if request.needles and loaded.masking is not None:
