@@ -74,7 +74,7 @@ def _parser() -> Flags:
     add("--needles", "hide pass keys in the text and ask for them at its end", action="store_true")
     add("--lengths", "window lengths in tokens", comma_list(reads(SeqLen)), default="4K,64K")
     add("--path", "text to read; default: the held-out part of the run's own")
-    closes = 'token that closes each document, "" for none; default: the run\'s, or the tokenizer\'s own'
+    closes = "token that closes each document, \"\" for none; default: the run's, or the tokenizer's own"
     add("--data.separator", closes, dest="separator", metavar="TOKEN")
     tokens = "tokens to read per length, at least one window (needles: one per depth)"
     add("--tokens", f"{tokens}; default: 256K, needles 1M", reads(Positive))
