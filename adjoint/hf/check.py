@@ -24,6 +24,7 @@ from adjoint.kernels.checks import refusal_of_transforms
 
 T = TypeVar("T")
 ALTERNATIVE = "adjoint.wrap(model, adjoint.Backprop()) works"
+IN_ONE_PROCESS = "leave sequence_group, or accelerate's cp_size, out"
 STATE = "the cache that it is given"  # what a chunk continues from
 # PEFT's hooks for calls that pick an adapter for each row or token of the batch.
 POSITIONAL_HOOKS = ("_alora_offsets_pre_forward_hook", "_adapter_names_pre_forward_hook")
@@ -41,8 +42,8 @@ COLLECTING_HOOKS = {
     "peft.tuners.lora.loraga": "PEFT's LoRA-GA",
 }
 DRAWS_RANDOM_NUMBERS = (
-    "sequence_group: it draws random numbers (dropout, NEFTune), of which each rank would have its own: "
-    "set dropout to 0 and neftune_noise_alpha to None"
+    "it draws random numbers (dropout, NEFTune), of which each rank would have its own: set dropout to 0 and "
+    "neftune_noise_alpha to None"
 )
 SPLITS_TOKENS = (
     "it splits tokens over ranks (SequenceParallel, Shard(1)), and not all chunks can be; leave that style "
@@ -277,3 +278,8 @@ def as_refusal(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 def refuse(model: nn.Module, why: str, otherwise: str = ALTERNATIVE) -> NoReturn:
     """Raise `Refused` with the reason and with an alternative that works."""
     verification.refuse(original_class(model).__name__, why, otherwise)
+
+
+def refuse_shared(model: nn.Module, why: str) -> NoReturn:
+    """Raise `Refused` for what one process can do, but not ranks that share a sequence."""
+    refuse(model, f"sequence_group: {why}", IN_ONE_PROCESS)

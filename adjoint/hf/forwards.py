@@ -397,7 +397,7 @@ def _at_language_model(call: Call) -> Call:
         if (kind := current_weights_type(call.model)).is_gathered:
             check.refuse(call.model, f"{names}: under {kind.name} it takes text alone")
         if wrap_state_or_original(call.model).group is not None:
-            check.refuse(call.model, f"sequence_group: {names} are of the whole sequence in one process")
+            check.refuse_shared(call.model, f"{names} are of the whole sequence in one process")
         call = call.at_language_model()
         assert call.language_inputs is not None
         refuse_unknown_blocks(call.model, call.language_inputs.sees_next, call.arguments)
@@ -520,15 +520,16 @@ def _loss_by_chunks(
     model, group = call.model, verification.wrap_state.group
     hf_model = HFModel(verification, packs_rows=not returns_cache)
     if group is not None and call.logits_index is not None:
-        reason = "logits beside a loss (logits_to_keep) need the whole sequence in one process"
-        check.refuse(model, f"sequence_group: {reason}")
+        check.refuse_shared(
+            model, "logits beside a loss (logits_to_keep) need the whole sequence in one process"
+        )
     result = run_loss(hf_model, call, returns_cache, group)
     cache, stage = None, hf_model.stage
     assert isinstance(stage, CausalLM)
     if returns_cache:
         cache = cache_of_state(model, result.states[0], verification.slots, call.last_document)
     if group is not None and stage.randomness.has_drawn:
-        check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
+        check.refuse_shared(model, check.DRAWS_RANDOM_NUMBERS)
     logits = None
     if stage.hidden_states is not None and stage.hidden_states.hidden is not None:
         hidden = stage.hidden_states.hidden
@@ -548,10 +549,10 @@ def _hidden_by_chunks(call: Call, returns_cache: bool = False) -> ModelOutput:
     after the last token with `returns_cache`."""
     model = call.model
     if wrap_state_or_original(model).group is not None:
-        check.refuse(
+        check.refuse_shared(
             model,
-            "sequence_group: no rank has the hidden states of the whole sequence: give labels to the causal "
-            "LM, whose loss is shared",
+            "no rank has the hidden states of the whole sequence: give labels to the causal LM, whose loss "
+            "is shared",
         )
     kind = current_weights_type(model)
     if kind.is_gathered and torch.is_grad_enabled():

@@ -652,9 +652,9 @@ def make_step(
     sums = [stages[0].router] if isinstance(stages[0].router, RouterLoss) else []
     if group is not None:
         if why := weights.why_not_shared(group):
-            check.refuse(model, f"sequence_group: {why}")
+            check.refuse_shared(model, why)
         if stages[0].randomness.has_dropout:
-            check.refuse(model, check.DRAWS_RANDOM_NUMBERS)
+            check.refuse_shared(model, check.DRAWS_RANDOM_NUMBERS)
     prefix = None if stages[0].carried is None else stages[0].carried.prefix
     is_alone = group is None and prefix is None
     distribution = None if is_alone else distribution_of(group, prefix)

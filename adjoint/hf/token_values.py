@@ -106,7 +106,7 @@ def _differentiable_values(call: Call, verification: Verification, request: Valu
     step = make_step([stage, collect], batch, spec, backward_context(verification), group)
     values = hidden_by_chunks(step, collect).hidden
     if step.distribution.shares_sequence and stage.randomness.has_drawn:
-        check.refuse(call.model, check.DRAWS_RANDOM_NUMBERS)
+        check.refuse_shared(call.model, check.DRAWS_RANDOM_NUMBERS)
     return values.reshape(*call.ids.shape, -1)
 
 
