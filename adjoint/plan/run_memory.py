@@ -11,8 +11,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ from adjoint.engine.schedule import (
     Run,
     Schedule,
     Send,
+    cut_before_backward,
+    keep_for,
     keys_of,
     tiles_of,
 )
@@ -324,15 +327,23 @@ class ProgramBytes(NamedTuple):
 
 @functools.lru_cache(256)
 def _program_bytes(
-    pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, stored_output: int
+    pipeline: Pipeline, stages: tuple[StageBytes, ...], y: int, stored_output: int, is_cut: bool
 ) -> list[ProgramBytes]:
     """Return the memory of each worker's programs, besides states, weights and sums.
 
     Args:
         y: bytes of a token between stages. stored_output: of what is stored of it.
+        is_cut: whether the backward begins when the forward has ended, as torch's does.
     """
     grid = pipeline.grid
     plans = pipeline.plans()
+
+    def actions(schedule: Schedule, w: int) -> Iterable[Action]:
+        program = schedule.programs[w]
+        if not is_cut:
+            return program
+        forward, backward = cut_before_backward(grid, program)
+        return itertools.chain(keep_for(grid, forward, backward), backward)
 
     def message(key: Key) -> int:
         if key[0] in ("S", "dS"):
@@ -353,7 +364,7 @@ def _program_bytes(
         size_of: dict[Key, int] = {}
         current = peak_with_head = stored = peak = 0
         for i, schedule in enumerate(plans):
-            for action in schedule.programs[w]:
+            for action in actions(schedule, w):
                 reads, writes = keys_of(grid, action)
                 for t in tiles_of(action):
                     layers, all_ = stages[t.stage].work(t.kind)
@@ -417,7 +428,10 @@ def needs(setup: Setup, spans: Sequence[range]) -> list[Memory]:
     counts, turns = setup.counted_chunks(spans, COUNTED_TILES), setup.layout.sequence
     stages = setup.stages(spans)
     pipelines = [setup.pipeline(spans, n) for n in counts]
-    counted = [_program_bytes(pipeline, stages, setup.y(1), setup.stored_output) for pipeline in pipelines]
+    is_cut = setup.alone and not setup.plain_autograd
+    counted = [
+        _program_bytes(pipeline, stages, setup.y(1), setup.stored_output, is_cut) for pipeline in pipelines
+    ]
 
     more = (setup.chunks - counts[-1]) / (counts[-1] - counts[0] or 1)
 

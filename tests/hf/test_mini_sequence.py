@@ -95,8 +95,8 @@ def test_autocast_sums_no_gradients_of_pieces_in_bfloat16() -> None:
         return torch.cat([gradient.double().flatten() for gradient in weights])
 
     exact = mlp_gradients(1, torch.float64)
-    whole, in_pieces = ((mlp_gradients(n, torch.float32) - exact).norm() for n in (1, 256))
-    assert in_pieces <= 1.1 * whole
+    unsplit, in_pieces = ((mlp_gradients(n, torch.float32) - exact).norm() for n in (1, 256))
+    assert in_pieces <= 1.1 * unsplit
 
 
 def test_masks_of_four_dimensions_and_documents() -> None:
