@@ -111,5 +111,5 @@ def test_the_chunk_picked_is_by_what_is_kept(name: str) -> None:
     assert (size(2**12), size(2**14)) == ((832, 832) if usual == 832 else (1024, 1184))
     states = sum(s.numel() * s.element_size() for s in zeros(verification.slots, 1, IDS.device) if s.numel())
     long = max(usual, int((2**24 * states / (8 * kept_features(model))) ** 0.5))
-    assert long - 32 < size(2**24) < long + 32
+    assert size(2**24) == -(-(2**24) // (32 * -(-(2**24) // long))) * 32  # as many chunks
     assert long > usual or name in ("LlamaForCausalLM", "MixtralForCausalLM")
