@@ -56,7 +56,7 @@ def test_recipes(tmp_path: Path) -> None:
     """Each compares itself with the model as it is, and fails if they differ."""
     printed = run_recipes(IN_ONE_PROCESS, tmp_path)
     assert printed.count("against plain autograd") == 5
-    assert printed.count("step   2  loss") == 7
+    assert printed.count("step   2  loss") == 8
     assert "difference from the model as it is" in printed
     assert "gradient of the tree against that of its rows" in printed
     assert "eval_loss" in printed

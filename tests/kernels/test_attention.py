@@ -371,8 +371,8 @@ class Made(TorchDispatchMode):
 def test_nothing_as_long_as_the_past_is_made(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """But keys, values and their cotangents, once."""
     as_by(monkeypatch, kernel)
-    model, ids = make_model("attention", n_layer=1), make_ids(1, 320)
+    model, ids = make_model("attention", n_layer=1), make_ids(1, 640)
     with Made() as made:
         model(ids, labels=ids, method=adjoint.Exact(16)).loss.backward()
-    longest = [shape for shape in made.shapes if max(shape, default=0) > 100]
-    assert len(longest) == 4 and {shape[2] for shape in longest} == {320}, longest
+    longest = [shape for shape in made.shapes if max(shape, default=0) > 600]  # a chunk's have up to 520
+    assert len(longest) == 4 and {shape[2] for shape in longest} == {640}, longest
