@@ -55,8 +55,10 @@ class Packing:
         # .data has a version counter of its own. With the shared one, writing a row of `Edges` would make
         # autograd refuse the backward of every tape that has saved a view of another row.
         flat = flat.data
-        pairs = zip(self.starts, self.shapes, strict=True)
-        return tuple([flat[a : a + shape.numel()].view(shape) for a, shape in pairs])
+        views = list[Tensor]()
+        for start, shape in zip(self.starts, self.shapes, strict=True):
+            views.append(flat[start : start + shape.numel()].view(shape))
+        return tuple(views)
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, host: bool = False) -> Tensor:

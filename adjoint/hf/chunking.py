@@ -30,7 +30,7 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # comparison on first use tells whether others do.
 SEE_LATER_TOKENS = ("GitModel", "HrmTextModel", "Molmo2Model", "PaliGemmaModel", "PI0Model")
 # `Sizes.busy` of wrapped models; of those with attention, outputs of which are kept, too, fewer.
-BUSY_TOKENS, BUSY_TOKENS_WITH_ATTENTION = 1216, 1024
+BUSY_TOKENS, BUSY_TOKENS_WITH_ATTENTION = 1280, 1024
 Starts = list[tuple[int, ...]]  # for each row, the first tokens of its documents
 
 

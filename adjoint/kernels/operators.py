@@ -1,5 +1,4 @@
-"""Registration of a forward and its backward as one differentiable torch.library operator; operands that are
-columns of one tensor.
+"""Registration of a forward and its backward as one differentiable torch.library operator.
 
 torch.compile, export and CUDA graphs then see a single call whose outputs' shapes are known beforehand, and
 eager code runs the same operator. The autograd function is registered for the Autograd dispatch key by hand.
@@ -7,14 +6,13 @@ torch.library.register_autograd does the same, but costs 80 µs per forward and 
 of a short chunk of a small model takes a few hundred.
 """
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjoint.kernels import columns
 from adjoint.kernels.checks import differentiable_once
 
 LIBRARY = torch.library.Library("adjoint", "DEF")
@@ -127,7 +125,11 @@ def register(
     @differentiable_once(name)
     def function_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         args = *cotangents[:outputs], *ctx.saved_tensors, *ctx.options
-        gradients = backward_op(*args)
+        columns.local.takes_views = True
+        try:
+            gradients = backward_op(*args)
+        finally:
+            columns.local.takes_views = False
         gradients = gradients if route is None else route(*gradients)
         needed = ctx.needs_input_grad  # false for tensors that are None, whose gradients are empty tensors
         input_gradients: list[Tensor | None] = [None] * len(needed)
@@ -168,7 +170,8 @@ def _kernel(
     """Return a kernel that computes results and returns them as an operator may, None as an empty tensor.
 
     Each of the first `outputs` that does not begin its storage or does not fill it in order is copied: they
-    must not alias each other, and a view would keep its whole storage alive. What follows them is for the
+    must not alias each other, and a view would keep its whole storage alive; but the gradient of columns may
+    be in its place among those of the others (`columns`). What follows the outputs is for the
     backward alone and may stay a view: its backend may have aligned it in a larger buffer.
 
     Args:
@@ -184,108 +187,8 @@ def _kernel(
             if x is None:
                 x = args[like].new_empty(0)
             elif i < outputs and not (x.is_contiguous() and x.storage_offset() == 0):
-                x = x.clone(memory_format=torch.contiguous_format)
+                x = x if columns.IN_PLACE in vars(x) else x.clone(memory_format=torch.contiguous_format)
             tensors.append(x)
         return tensors[0] if single else tensors
 
     return kernel
-
-
-# ---------------------------------------------------------------------------------------------------- columns
-
-# Operands such as the parts x, B, C of what a convolution returns. Autograd concatenates their gradients,
-# copies the result into zeros where a mixer has cut outputs off, and copies that once more where it has
-# transposed them. Here each gradient is written where it belongs.
-
-COVERED = 0.9  # of the tensor: below, as much would be filled with zeros as is saved
-# Nodes of the graph that pass a gradient on as it is.
-_VIEWS = "Alias Narrow Permute Slice Split SplitWithSizes Transpose Unflatten UnsafeView View"
-_VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
-
-
-class _Columns(NamedTuple):
-    """The place of an operand in a contiguous tensor (batch, rows, width)."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _ColumnsContext(Protocol):
-    """The values that `_TakeColumns` keeps from its forward for its backward."""
-
-    shape: torch.Size
-    columns: tuple[_Columns, ...]
-    order: Sequence[int] | None
-
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-
-class _TakeColumns(torch.autograd.Function):
-    """A tensor (batch, rows, width) → views of it that do not overlap.
-
-    `order` is that of the views from left to right if together they are the whole tensor, else None."""
-
-    @staticmethod
-    def forward(
-        ctx: _ColumnsContext, base: Tensor, order: Sequence[int] | None, *columns: _Columns
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.shape, ctx.order, ctx.columns = base.shape, order, columns
-        start, views = int(base.storage_offset()), list[Tensor]()
-        for size, stride, offset in columns:
-            views.append(base.as_strided(size, stride, start + offset))
-        return tuple(views)
-
-    @staticmethod
-    def backward(ctx: _ColumnsContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, parts = None, list[Tensor]()
-        for i in ctx.order or ():
-            if (gradient := gradients[i]) is not None:
-                parts.append(gradient.flatten(2))
-        if len(parts) == len(gradients):
-            total = torch.cat(parts, dim=2)
-        else:
-            for gradient, (size, stride, offset) in zip(gradients, ctx.columns, strict=True):
-                if gradient is not None:
-                    total = gradient.new_zeros(ctx.shape) if total is None else total
-                    total.as_strided(size, stride, offset).copy_(gradient)
-        return total, None, *[None] * len(ctx.columns)
-
-
-def with_one_gradient(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Return the operands, whose gradients are written into one tensor if they are most of one tensor.
-
-    Args:
-        operands: (batch, tokens, …) each.
-    """
-    base, columns, edges, covered = operands[0]._base, list[_Columns](), list[tuple[int, int, int]](), 0
-    if base is None or base.grad_fn is None or base.dim() != 3 or not base.is_contiguous():
-        return operands
-    batch, rows, width = base.shape
-    for i, x in enumerate(operands):
-        if x._base is not base or x.dtype != base.dtype or x.dim() < 3 or x.shape[0] != batch:
-            return operands
-        row, column = divmod(offset := int(x.storage_offset() - base.storage_offset()), width)
-        own_width = math.prod(x.shape[2:])
-        has_strides = (batch == 1 or x.stride(0) == rows * width) and x.stride(1) == width
-        is_inside = row + x.shape[1] <= rows and column + own_width <= width
-        if not has_strides or not is_inside or not x[0, 0].is_contiguous():
-            return operands
-        node = x.grad_fn
-        while node is not base.grad_fn:  # another function may change the gradient that it passes on
-            if node is None or node.name() not in _VIEW_NODES:
-                return operands
-            node = node.next_functions[0][0]
-        covered += x.numel()
-        edges.append((column, column + own_width, i))
-        columns.append(_Columns(x.size(), x.stride(), offset))
-    edges.sort()
-    for (_, end, _), (start, _, _) in itertools.pairwise(edges):
-        if end > start:
-            return operands
-    if covered < COVERED * base.numel():
-        return operands
-    order = [i for _, _, i in edges] if covered == base.numel() else None
-    views: tuple[Tensor, ...] = _TakeColumns.apply(base, order, *columns)
-    return views

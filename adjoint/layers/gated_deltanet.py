@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from adjoint.batch import State
 from adjoint.kernels import checks
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.columns import split_columns
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
 from adjoint.kernels.rms_norm import l2_norm
 from adjoint.layers.config import StackConfig
@@ -129,9 +130,9 @@ class GatedDeltaNetMixer(Mixer):
 
     def forward(self, x: Tensor, state: State, seq_idx: Tensor | None = None) -> tuple[Tensor, State]:
         c, (tail, before) = self.config, state
-        qkv, z, b, a = self.in_proj(x).split([self.d_conv_channels, *self.gate_sizes(c)], dim=-1)
+        qkv, z, b, a = split_columns(self.in_proj(x), [self.d_conv_channels, *self.gate_sizes(c)])
         qkv, tail = self.conv1d(qkv, tail, True, seq_idx)
-        q, k, v = qkv.split(self.sizes, dim=-1)
+        q, k, v = split_columns(qkv, self.sizes)
         dtype = accumulate_dtype(x.dtype)
         q, k = (self._key_heads(t.to(dtype)) for t in (q, k))
         g = self.log_decay(a, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adjoint.kernels.checks import is_untouched
 from adjoint.kernels.collectives import copy_to_ranks, sum_over_ranks
+from adjoint.kernels.columns import split_columns
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
@@ -85,7 +86,7 @@ class MambaMixer(ScanMixer):
         self, x: Tensor, conv_tail: Tensor, seq_idx: Tensor | None = None
     ) -> tuple[MambaScanInputs, Tensor]:
         d_inner, d_state = self.A_log.shape
-        u, z = self.in_proj(x).split(d_inner, dim=-1)
+        u, z = split_columns(self.in_proj(x), [d_inner, d_inner])
         u, conv_tail = self.conv1d(u, conv_tail, True, seq_idx)
         projected = self.x_proj(u)
         if self.tensor_group is not None:  # all channels have a part in it, and all read it

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adjoint.kernels.columns import split_columns
 from adjoint.kernels.ssd_scan import ssd_scan
 from adjoint.layers.config import StackConfig
 from adjoint.layers.conv1d import CausalConv1d
@@ -105,9 +106,9 @@ class Mamba2Mixer(ScanMixer):
         self, x: Tensor, conv_tail: Tensor, seq_idx: Tensor | None = None
     ) -> tuple[SSDScanInputs, Tensor]:
         c = self.config
-        z, xBC, dt = self.in_proj(x).split([c.d_inner, self.d_conv_channels, c.nheads], dim=-1)
+        z, xBC, dt = split_columns(self.in_proj(x), [c.d_inner, self.d_conv_channels, c.nheads])
         xBC, conv_tail = self.conv1d(xBC, conv_tail, True, seq_idx)
-        x, B, C = xBC.split([c.d_inner, c.ngroups * self.d_state, c.ngroups * self.d_state], dim=-1)
+        x, B, C = split_columns(xBC, [c.d_inner, c.ngroups * self.d_state, c.ngroups * self.d_state])
         B, C = (v.unflatten(-1, (c.ngroups, self.d_state)) for v in (B, C))
         return SSDScanInputs(x.unflatten(-1, (c.nheads, c.headdim)), dt, B, C, z), conv_tail
 

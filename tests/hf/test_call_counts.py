@@ -102,8 +102,8 @@ def test_a_second_step_asks_what_is_new() -> None:
     assert len(forward.files(HF)) <= 15
     assert len(forward.files()) <= 42
     assert forward.kernel_frames <= 23
-    assert backward.total(HF) <= 182
-    assert backward.total() <= 1710  # 39 of them add a vector, compensated
+    assert backward.total(HF) <= 184
+    assert backward.total() <= 1840  # 39 of them add a vector, compensated; 130 place gradients of columns
 
 
 def print_counts(counts: CallCounts) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -17,6 +17,7 @@ from adjoint.engine.host_weights import is_unit, with_weights_fetched
 from adjoint.hf.model_parts import Forward, original_class
 from adjoint.hf.transformers_api import ACT2FN, MODELS
 from adjoint.kernels.checks import is_untouched
+from adjoint.kernels.columns import SplitOnce
 from adjoint.kernels.gated import gated, gated_linear
 from adjoint.kernels.rms_norm import rms_norm
 
@@ -237,3 +238,33 @@ def _forward(module: nn.Module, replacement: Replacement) -> Forward:
         return rms_norm(x, weight, epsilon, gate, group_size, offset=formula.offset)
 
     return forward
+
+
+# Of which nothing but the parts of in_proj's outputs is read.
+SPLIT_PROJECTIONS = (
+    *("BambaMixer", "FalconMambaMixer", "GraniteMoeHybridMambaLayer", "JambaMambaMixer", "Mamba2Mixer"),
+    *("MambaMixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+)
+
+
+def split_projections(model: nn.Module) -> list[weakref.ref[nn.Module]]:
+    """Return the modules whose outputs mixers split, on a CPU and without hooks."""
+    mixers = [m for m in model.modules() if type(m).__name__ in SPLIT_PROJECTIONS]
+    modules = [m.get_submodule("in_proj") for m in mixers]
+    return [weakref.ref(m) for m in modules if not m._forward_hooks and not is_unit(m)]
+
+
+def projection_forwards(references: Iterable[weakref.ref[nn.Module]]) -> dict[nn.Module, Forward]:
+    """Map these modules to forwards whose outputs' parts have their gradients written into one tensor."""
+    return {
+        module: functools.partial(_split_outputs, module.forward)
+        for reference in references
+        if (module := reference()) is not None
+    }
+
+
+def _split_outputs(forward: Forward, *args: object, **kwargs: object) -> object:
+    y = forward(*args, **kwargs)
+    if type(y) is not Tensor or not y.is_cpu or not y.requires_grad or torch.compiler.is_compiling():
+        return y
+    return y.as_subclass(SplitOnce)

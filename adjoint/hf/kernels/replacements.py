@@ -27,7 +27,12 @@ from adjoint.engine.verification import NotAttended
 from adjoint.fla import functions as fla
 from adjoint.hf.cache import last_read
 from adjoint.hf.kernels.mixers import mixer_forwards, mixer_rows
-from adjoint.hf.kernels.modules import replacement_forwards, replacement_rows
+from adjoint.hf.kernels.modules import (
+    projection_forwards,
+    replacement_forwards,
+    replacement_rows,
+    split_projections,
+)
 from adjoint.hf.kernels.topk import key_pickers, topk_forwards
 from adjoint.hf.model_parts import Forward, override_attribute
 from adjoint.hf.transformers_api import (
@@ -41,8 +46,8 @@ from adjoint.hf.transformers_api import (
 from adjoint.kernels import attention
 from adjoint.kernels.causal_conv1d import ChunkOutputs, causal_conv1d
 from adjoint.kernels.checks import accumulate_dtype
+from adjoint.kernels.columns import with_one_gradient
 from adjoint.kernels.gated_delta_rule import gated_delta_rule
-from adjoint.kernels.operators import with_one_gradient
 from adjoint.kernels.rms_norm import l2_norm
 from adjoint.kernels.selective_scan import selective_scan
 from adjoint.kernels.ssd_scan import ssd_scan
@@ -54,13 +59,15 @@ class ReplacementPlan:
     def __init__(self, model: nn.Module) -> None:
         self.functions = functions_by_namespace(model)
         self.rows, self.mixers, self.pickers = replacement_rows(model), mixer_rows(model), key_pickers(model)
+        self.projections = split_projections(model)
         self.has_fla_modules = any(map(fla.is_of_fla, model.modules()))
 
     def forwards(self) -> dict[nn.Module, Forward]:
         """Map modules to the forwards that take the place of their own."""
         mixers = mixer_forwards(self.mixers) if self.mixers else {}
         pickers = topk_forwards(self.pickers) if self.pickers else {}
-        return {**replacement_forwards(self.rows), **mixers, **pickers}
+        projections = projection_forwards(self.projections) if self.projections else {}
+        return {**replacement_forwards(self.rows), **mixers, **pickers, **projections}
 
 
 # -------------------------------------------------------------------------------------------------- functions

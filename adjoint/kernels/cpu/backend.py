@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adjoint.kernels.columns import gradient_like
 from adjoint.kernels.cpu import build as cpu_build
 from adjoint.kernels.dplr_delta_rule.reference import dplr_delta_rule_saved_shape
 from adjoint.kernels.gated_delta_rule.reference import gated_delta_rule_saved_shape
@@ -129,7 +130,9 @@ class _ScanArgs(_Args):  # mirrors ScanArgs in scan.h
             for name in ("A", "D", "delta_bias", "initial_state", "final_state", "checkpoints", "reset")
         ),
         *((name, _Rows) for name in ("dy", "du", "ddelta", "dz", "ddecay")),
-        *((name, _PTR) for name in ("dB", "dC", "dA", "dD", "ddelta_bias", "dfinal_state", "dinitial_state")),
+        *((name, _PTR) for name in ("dB", "dC")),
+        *((name, _Rows) for name in ("dB_sum", "dC_sum")),
+        *((name, _PTR) for name in ("dA", "dD", "ddelta_bias", "dfinal_state", "dinitial_state")),
     ]
     aligned = frozenset({"checkpoints"})
     nonzero_sizes = "nheads", "headdim"
@@ -141,7 +144,8 @@ class _ConvArgs(_Args):  # mirrors ConvArgs in conv.cpp
         ("x", _Rows),
         *((name, _PTR) for name in ("weight", "bias", "initial_state", "y", "reset")),
         ("dy", _Rows),
-        *((name, _PTR) for name in ("dx", "dweight", "dbias", "dinitial_state")),
+        ("dx", _Rows),
+        *((name, _PTR) for name in ("dweight", "dbias", "dinitial_state")),
     ]
     dtypes = {"reset": torch.bool, "dweight": torch.float64, "dbias": torch.float64}
     nonzero_sizes = ("channels",)
@@ -198,7 +202,7 @@ class _NormArgs(_Args):  # mirrors NormArgs in norm.cpp
         *((name, _PTR) for name in ("x", "residual", "gate", "weight", "y", "s", "rstd")),
         *((name, _I64) for name in ("x_stride", "residual_stride", "gate_stride")),
         *((name, _PTR) for name in ("dy", "ds", "dx", "dgate", "dweight")),
-        *((name, _I64) for name in ("dy_stride", "ds_stride")),
+        *((name, _I64) for name in ("dy_stride", "ds_stride", "dx_stride", "dgate_stride")),
     ]
     dtypes = {"dweight": torch.float64}
 
@@ -218,7 +222,8 @@ class _DeltaArgs(_Args):  # mirrors DeltaArgs in delta.cpp
         *((name, _Rows) for name in ("q", "k", "v", "d_o")),
         *((name, _PTR) for name in ("g", "beta", "initial_state", "reset")),
         *((name, _PTR) for name in ("o", "final_state", "checkpoints", "dfinal_state")),
-        *((name, _PTR) for name in ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")),
+        *((name, _Rows) for name in ("dq", "dk", "dv")),
+        *((name, _PTR) for name in ("dg", "dbeta", "dinitial_state")),
     ]
     nonzero_sizes = "nheads", "d_k", "d_v"
 
@@ -300,6 +305,7 @@ def _selective_interval(d_state: int) -> int:
     return max(32, d_state)
 
 
+@functools.cache
 def _ssd_interval(d_state: int) -> int:
     """Tokens between the saved states of an SSD scan: some blocks of the matrix products; longer for a larger
     state, to save fewer."""
@@ -369,7 +375,7 @@ def selective_scan_backward(
     threads = _threads(batch * _blocks(1, d_inner, u.dtype), u.numel() * d_state)
     args = _ScanArgs(batch, seqlen, 1, d_inner, 1, d_state, _selective_interval(d_state), threads)
     du, ddelta = [u.new_empty(batch, seqlen, d_inner) for _ in range(2)]
-    dz = None if z is None else u.new_empty(batch, seqlen, d_inner)
+    dz = None if z is None else gradient_like(z)
     dB, dC = _partials(args, u, batch, seqlen, 1, d_state)
     dA = u.new_empty(batch, d_inner, d_state)
     dD = None if D is None else u.new_empty(batch, d_inner)
@@ -466,15 +472,19 @@ def ssd_scan_backward(
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
     args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
-    dx, dd = x.new_empty(batch, seqlen, nheads, headdim), x.new_empty(batch, seqlen, blocks)
-    dB, dC = _partials(args, x, batch, seqlen, ngroups, d_state)
+    dx = gradient_like(x)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
     args.window, args.halo = window, halo
     inputs = {"u": x, "B": B, "C": C, "A": A, "dy": dy, "dfinal_state": dfinal_state}
     inputs |= {"reset": reset, "checkpoints": checkpoints}
-    outputs = {"du": dx, "ddelta": dd, "dB": dB, "dC": dC, "dinitial_state": dinitial}
+    outputs = {"du": dx, "dinitial_state": dinitial}
     if by_blocks:
         args.softplus = dt_softplus
+        ddt, dB, dC = map(gradient_like, (dt, B, C))
+        outputs |= {"ddelta": ddt, "dB_sum": dB, "dC_sum": dC}
+        if batch * ngroups % threads:  # threads share groups
+            parts = x.new_empty(2, threads, *B.shape)
+            outputs |= {"dB": parts[0], "dC": parts[1]}
         inputs |= {"delta": dt, "delta_bias": dt_bias, "D": D}
         dA, dD, dbias = x.new_empty(3, batch, nheads).unbind()
         outputs |= {
@@ -483,12 +493,14 @@ def ssd_scan_backward(
             "ddelta_bias": None if dt_bias is None else dbias,
         }
         args.run("ssd", x.dtype, 1, inputs=inputs, outputs=outputs)
-        return dx, dd, dA.sum(0), _total(dB), _total(dC), dD.sum(0), dbias.sum(0), dinitial
+        return dx, ddt, dA.sum(0), dB, dC, dD.sum(0), dbias.sum(0), dinitial
     d = step_size(dt, dt_bias, dt_softplus)
     inputs |= {"delta": d, "D": None if D is None else D.repeat_interleave(headdim)}
-    decay, dexponent = (d * A).contiguous(), x.new_empty(batch, seqlen, blocks)  # decay: as in the forward
+    decay = (d * A).contiguous()  # as in the forward
+    dd, dexponent = x.new_empty(2, batch, seqlen, blocks).unbind()
+    dB, dC = _partials(args, x, batch, seqlen, ngroups, d_state)
     dD = None if D is None else x.new_empty(batch, nheads * headdim)
-    outputs |= {"ddecay": dexponent, "dD": dD, "decay": decay}
+    outputs |= {"ddelta": dd, "dB": dB, "dC": dC, "ddecay": dexponent, "dD": dD, "decay": decay}
     args.run("scan", x.dtype, 1, 1, inputs=inputs, outputs=outputs)
     per_head = nheads, _blocks(1, headdim, x.dtype)
     dd, dexponent = (g.unflatten(2, per_head).sum(-1) for g in (dd, dexponent))
@@ -581,7 +593,7 @@ def causal_conv1d_backward(dy, x, weight, bias, initial_state, silu, reset=None)
         to_x, to_weight, to_state = _filter_backward(dy, x, weight, initial_state, reset)
         return to_x, to_weight, to_bias, to_state
     args = _conv_args(x, weight, silu)
-    dx = x.new_empty(x.shape)
+    dx = gradient_like(x)
     dweight = x.new_zeros(args.threads, *weight.shape, dtype=torch.float64)
     dbias = None if bias is None else x.new_zeros(args.threads, channels, dtype=torch.float64)
     dinitial = x.new_empty(batch, channels, weight.shape[1] - 1)
@@ -686,7 +698,8 @@ def gated_delta_rule_backward(do, dfinal_state, q, k, v, g, beta, initial_state,
     args = _delta_args(k, v, g)
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "reset": reset}
     inputs |= {"d_o": do, "checkpoints": checkpoints, "dfinal_state": dfinal_state}
-    gradients = [x.new_empty(x.shape) for x in (q, k, v, g, beta, checkpoints[:, :, 0])]
+    gradients = [*map(gradient_like, (q, k, v))]
+    gradients += [x.new_empty(x.shape) for x in (g, beta, checkpoints[:, :, 0])]
     names = "dq", "dk", "dv", "dg", "dbeta", "dinitial_state"
     outputs = dict(zip(names, gradients, strict=True))
     args.run("delta", k.dtype, 1, inputs=inputs, outputs=outputs)
@@ -759,12 +772,11 @@ def rms_norm_forward(x, weight, gate, residual, eps, group_size, dtype, offset=0
 
 
 def rms_norm_backward(dy, ds, s, weight, gate, rstd, group_size, x_dtype, offset=0.0):
-    args = _channel_args(_NormArgs, group_size, x=s, gate=gate, dy=dy.to(s.dtype), ds=ds)
-    dx, dgate = s.new_empty(s.shape), None if gate is None else s.new_empty(s.shape)
+    dx, dgate = gradient_like(s), None if gate is None else gradient_like(gate)
+    args = _channel_args(_NormArgs, group_size, x=s, gate=gate, dy=dy.to(s.dtype), ds=ds, dx=dx, dgate=dgate)
     dweight = s.new_zeros(args.threads, s.shape[-1], dtype=torch.float64)
     scales = weight if weight is not None and not offset else _norm_weight(s, weight, offset)
-    outputs = {"dx": dx, "dgate": dgate, "dweight": dweight}
-    args.run("norm", s.dtype, 1, inputs={"weight": scales, "rstd": rstd}, outputs=outputs)
+    args.run("norm", s.dtype, 1, inputs={"weight": scales, "rstd": rstd}, outputs={"dweight": dweight})
     return dx, None if weight is None else dweight.sum(0).to(s.dtype), dgate, None
 
 

@@ -13,7 +13,9 @@ struct ConvArgs {
   uint8_t* reset;                           // (batch, seqlen) or null: no tap reaches before such a token
   void* dy;
   int64_t dy_batch_stride, dy_time_stride;
-  void *dx, *dweight, *dbias, *dinitial_state;  // dweight (threads, channels, width), dbias (threads, channels): double, zeroed
+  void* dx;
+  int64_t dx_batch_stride, dx_time_stride;
+  void *dweight, *dbias, *dinitial_state;  // dweight (threads, channels, width), dbias (threads, channels): double, zeroed
 };
 
 namespace {
@@ -110,7 +112,7 @@ template <class T> struct Conv {
     return dy * sig * (1 + p * (1 - sig));
   }
   const T* dy_of(int64_t b, int64_t t) const { return (const T*)s.dy + b * s.dy_batch_stride + t * s.dy_time_stride; }
-  T* dx_of(int64_t b, int64_t t) const { return (T*)s.dx + (b * s.seqlen + t) * s.channels; }
+  T* dx_of(int64_t b, int64_t t) const { return (T*)s.dx + b * s.dx_batch_stride + t * s.dx_time_stride; }
 
   // whether all of the usual four taps of four tokens count
   bool reach4(int64_t b, int64_t t) const {

@@ -32,7 +32,8 @@ struct DeltaArgs {
   void *g, *beta, *initial_state, *reset;   // contiguous; the last two may be null
   void *o, *final_state, *checkpoints;      // checkpoints (batch, nheads, slots, d_k, d_v), may be null forward
   void *dfinal_state;                       // may be null
-  void *dq, *dk, *dv, *dg, *dbeta, *dinitial_state;
+  TokenRows dq, dk, dv;
+  void *dg, *dbeta, *dinitial_state;
 };
 
 namespace {

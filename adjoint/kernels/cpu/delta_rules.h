@@ -108,4 +108,7 @@ template <class T, class Args> class DeltaRule {
   void write(void* to, int64_t width, Matrix<T> from) const {
     for (int64_t i = 0; i < n; i++) put(to, ((b * s.seqlen + t + i) * s.nheads + h) * width, from.row(i), width);
   }
+  void write(const TokenRows& to, int64_t width, Matrix<T> from) const {
+    for (int64_t i = 0; i < n; i++) put(to.data, b * to.batch_stride + (t + i) * to.time_stride + h * width, from.row(i), width);
+  }
 };

@@ -10,9 +10,9 @@ struct NormArgs {
   double eps;
   // x is s in the backward; rstd (rows, groups); residual and, with it, s may be null; so may gate
   void *x, *residual, *gate, *weight, *y, *s, *rstd;
-  int64_t x_stride, residual_stride, gate_stride;  // from row to row; y, s, dx and dgate are contiguous
+  int64_t x_stride, residual_stride, gate_stride;  // from row to row; y and s are contiguous
   void *dy, *ds, *dx, *dgate, *dweight;            // ds may be null; dweight (threads, width), double, zeroed by the caller
-  int64_t dy_stride, ds_stride;
+  int64_t dy_stride, ds_stride, dx_stride, dgate_stride;
 };
 
 namespace {
@@ -66,18 +66,25 @@ template <class T> struct Norm {
   }
   void backward(int64_t thread) const {
     const int64_t groups = s.width / s.group;
-    std::vector<T> dweight(s.width);  // of the last rows
+    std::vector<T> dweight(s.width);                 // of the last rows
+    std::vector<T> sigmoids(s.gate ? s.width : 0);  // of a row's gates
     const int64_t first = s.rows * thread / s.threads, end = s.rows * (thread + 1) / s.threads;
     for (int64_t i = first; i < end; i++) {
       const T *x = at(s.x, i, s.x_stride), *gate = s.gate ? at(s.gate, i, s.gate_stride) : nullptr;
       const T *dy = at(s.dy, i, s.dy_stride), *weight = (const T*)s.weight;
       const T* ds = s.ds ? at(s.ds, i, s.ds_stride) : nullptr;
-      T *dx = (T*)s.dx + i * s.width, *dgate = gate ? (T*)s.dgate + i * s.width : nullptr;
+      T *dx = (T*)s.dx + i * s.dx_stride, *dgate = gate ? (T*)s.dgate + i * s.dgate_stride : nullptr;
       for (int64_t g = 0; g < groups; g++) {
         const T r = ((const T*)s.rstd)[i * groups + g];
         Vt sum{};
         each(g, [&](int64_t c, int n) {
-          const Vt v = gated(load<T>(x + c, n), gate, c, n), d = load<T>(dy + c, n);
+          Vt v = load<T>(x + c, n);
+          if (gate) {
+            const Vt z = load<T>(gate + c, n), sig = sigmoidv<T>(z);
+            store<T>(&sigmoids[c], sig, n);
+            v *= z * sig;
+          }
+          const Vt d = load<T>(dy + c, n);
           sum += d * load<T>(weight + c, n) * v;
           store<T>(&dweight[c], load<T>(&dweight[c], n) + d * (v * r), n);
         });
@@ -89,7 +96,7 @@ template <class T> struct Norm {
             store<T>(dx + c, r * (e - a * (r * mean)) + further, n);
             return;
           }
-          const Vt z = load<T>(gate + c, n), sig = sigmoidv<T>(z), silu = z * sig;
+          const Vt z = load<T>(gate + c, n), sig = load<T>(&sigmoids[c], n), silu = z * sig;
           const Vt dv = r * (e - a * silu * (r * mean));
           store<T>(dx + c, dv * silu + further, n);
           store<T>(dgate + c, dv * a * sig * (1 + z * (1 - sig)), n);

@@ -19,7 +19,9 @@ struct ScanArgs {
   uint8_t* reset;               // (batch, seqlen) or null
   Rows dy, du, ddelta, dz;      // Mamba-2, token by token: ddelta, ddecay are (batch, seqlen, blocks)
   Rows ddecay;
-  void *dB, *dC;                // (partials, batch, seqlen, ngroups, d_state), zeroed by the caller if several
+  void *dB, *dC;                // (partials, batch, seqlen, ngroups, d_state), zeroed by the caller if several; by blocks, of
+                                // threads, with values where a thread has heads of the group; null if none share a group
+  Rows dB_sum, dC_sum;          // by blocks: their sums over the threads
   void *dA, *dD, *ddelta_bias;  // (batch, channels[, d_state]); by blocks, (batch, nheads)
   void *dfinal_state, *dinitial_state;
 };

@@ -663,12 +663,18 @@ template <class T> struct Ssd {
       w.ddelta_bias[h] += double(of_input);
     }
   }
+  // A thread's part of dB or dC at a token, if threads share groups
+  T* part_of(void* parts, int64_t thread, int64_t b, int64_t t, int64_t group) const {
+    return (T*)parts + (((thread * s.batch + b) * s.seqlen + t) * s.ngroups + group) * N;
+  }
   // dB and dC: sums over the heads of a group, of which a thread may come to several runs.
   void write_group(const Block& k, const Ahead& a, int64_t thread, int64_t group, bool fresh, Work& w) const {
-    const int64_t part = s.partials > 1 ? thread : 0;
-    T* out[2];
-    int64_t i = 0;
-    for (void* p : {s.dB, s.dC}) out[i++] = (T*)p + (((part * s.batch + k.b) * s.seqlen + k.start) * s.ngroups + group) * N;
+    T* out[] = {row<T>(s.dB_sum, k.b, k.start) + group * N, row<T>(s.dC_sum, k.b, k.start) + group * N};
+    int64_t strides[] = {s.dB_sum.time_stride, s.dC_sum.time_stride};
+    if (s.dB) {
+      out[0] = part_of(s.dB, thread, k.b, k.start, group), out[1] = part_of(s.dC, thread, k.b, k.start, group);
+      strides[0] = strides[1] = s.ngroups * N;
+    }
     for (int which : {1, 0}) {
       for (int64_t i = s.window; which == 0 && is_narrow(k.start) && i < k.size; i++)
         for (int64_t at = i * QL, v = 0; v < QV; v++)
@@ -682,12 +688,31 @@ template <class T> struct Ssd {
         each_of_tile(sum, t, v, [&](Vt x, int64_t r, int64_t u) ALWAYS_INLINE_LAMBDA {
           const int64_t n = u * L, left = N - n;
           const int width = int(left < L ? left : L);
-          T* to = out[which] + r * s.ngroups * N + n;
+          T* to = out[which] + r * strides[which] + n;
           const Vt value = x + *(const Vt*)(others + r * NL + n);
           store<T>(to, fresh ? value : value + load<T>(to, width), width);
         });
       });
     }
+  }
+  // Sums over threads of dB and dC at tokens of all rows, counted in the batch's order.
+  void add_parts(int64_t first, int64_t end) const {
+    const int64_t units = s.batch * s.nheads;
+    for (int64_t i = first; i < end; i++)
+      for (int64_t group = 0, b = i / s.seqlen, t = i % s.seqlen; group < s.ngroups; group++) {
+        // the threads with heads of the group: `each_run`
+        const int64_t unit = b * s.nheads + group * per_group, from = ((unit + 1) * s.threads - 1) / units;
+        const int64_t to = ((unit + per_group) * s.threads - 1) / units;
+        for (int which : {0, 1}) {
+          void* parts = which ? s.dC : s.dB;
+          T* out = row<T>(which ? s.dC_sum : s.dB_sum, b, t) + group * N;
+          each_vector<T>(N, 0, (N + L - 1) / L, [&](int64_t, int64_t n, int width) {
+            Vt sum = load<T>(part_of(parts, from, b, t, group) + n, width);
+            for (int64_t p = from + 1; p <= to; p++) sum += load<T>(part_of(parts, p, b, t, group) + n, width);
+            store<T>(out + n, sum, width);
+          });
+        }
+      }
   }
 
   // ------------------------------------------------------------------------------------------- windows
@@ -849,7 +874,12 @@ template <class T> struct Ssd {
 
 template <class T> void run(const ScanArgs& s, bool backward) {
   Ssd<T> scan(s);
-  parallel(s.threads, [&](int64_t i) { backward ? scan.backward(i) : scan.forward(i); });
+  if (!backward) return parallel(s.threads, [&](int64_t i) { scan.forward(i); });
+  Phase parts, sums;
+  parallel(s.threads, [&](int64_t) {
+    in_pieces(parts, s.threads, s.threads, [&](int64_t i, int64_t) { scan.backward(i); });
+    if (s.dB) in_pieces(sums, s.threads, s.batch * s.seqlen, [&](int64_t first, int64_t end) { scan.add_parts(first, end); });
+  });
 }
 
 }  // namespace

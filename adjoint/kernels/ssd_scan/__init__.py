@@ -95,7 +95,8 @@ def ssd_scan(
         z=(z, batch, seqlen, nheads, headdim),
         initial_state=(initial_state, batch, nheads, headdim, B.shape[-1]),
     )
-    checks.window_and_halo(window, halo, seqlen)
+    if window is not None or halo:
+        checks.window_and_halo(window, halo, seqlen)
     reset = None if seq_idx is None else checks.reset_of(seq_idx, batch, seqlen)
     products = batch * seqlen * B.shape[2] * MambaSSM.CHUNK  # of C and B, which mamba-ssm stores
     backend, wide, narrow = dispatch.prepare(
