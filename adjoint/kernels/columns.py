@@ -160,12 +160,12 @@ def _is_at(gradient: Tensor, total: Tensor, column: _Columns) -> bool:
 
 
 def split_columns(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return x.split(sizes, dim=-1), whose gradients are written into one tensor.
+    """Return x.split(sizes, dim=-1), whose gradients are written into one tensor on a CPU.
 
     Args:
         x: (batch, tokens, width), of which nothing else is read.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.grad_fn is None:
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu or x.grad_fn is None:
         return x.split(sizes, dim=-1)
     if x.dim() != 3 or not x.is_contiguous() or refusal_of_transforms() is not None:
         return x.split(sizes, dim=-1)

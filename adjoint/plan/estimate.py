@@ -126,17 +126,20 @@ def roofline(setup: Setup, gpu: Gpu, source: str) -> Costs:
     model, on = setup.model, _counted_chunk(setup)
     tokens = on.tokens
     forward, backward, serial = [], [], []
+    chunk_size = min(setup.spec.chunk_size, setup.seqlen)
     rows_read = setup.batch * model.strands
     for k, layer in enumerate(model.layers):
         work, scan_flops = model.work(k, on), layer.serial * tokens / layer.scans
         scans = [operator for operator in work.forward if operator.scan]
         per_token = rows_read / tokens
         forward.append(per_token * least_seconds(work.forward, gpu, scan_flops))
-        backward.append(per_token * least_seconds(work.backward, gpu, scan_flops))
+        added = least_seconds(work.added, gpu) / chunk_size
+        backward.append(per_token * least_seconds(work.backward, gpu, scan_flops) + added)
         serial.append(per_token * least_seconds(scans, gpu, scan_flops))
     head = model.work(HEAD, on)
     head_forward = rows_read / tokens * least_seconds(head.forward, gpu)
     head_backward = rows_read / tokens * least_seconds((*head.linearized, *head.backward), gpu)
+    head_backward += least_seconds(head.added, gpu) / chunk_size
     rate = 1e12 * gpu.peak(setup.machine.precision) / setup.batch
     pairs = tuple(layer.pairs / rate for layer in model.layers)
     times = tuple(forward), tuple(backward), head_forward, head_backward
@@ -149,9 +152,8 @@ def queued(setup: Setup) -> Costs:
     model, on = setup.model, _counted_chunk(setup)
     per_token = OPERATOR_QUEUE_S / min(setup.spec.chunk_size, setup.seqlen)
     work = [model.work(k, on) for k in range(len(model.layers))]
-    forward, backward = (
-        tuple(per_token * len(getattr(layer, name)) for layer in work) for name in ("forward", "backward")
-    )
+    forward = tuple(per_token * len(layer.forward) for layer in work)
+    backward = tuple(per_token * len((*layer.backward, *layer.added)) for layer in work)
     return Costs(forward, backward, 0.0, 0.0, "")
 
 

@@ -227,7 +227,7 @@ class Model:
             mode, stage, initial = self.stage(piece, on)
             with stage_memory.as_planned(on, mode):
                 example = stage_memory.example(stage, initial, on, self.d_model, ENDS.get(piece, ""))
-                return stage_memory.count_work(example)
+                return stage_memory.count_work(example, on.plain)
 
     def task(self, k: int, on: Conditions, tokens: int, halo: int, window: int) -> int:
         """Return the peak of a windowed vjp of layer k on `tokens`, with a halo, in chunks of `on.tokens`."""

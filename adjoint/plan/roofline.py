@@ -51,12 +51,14 @@ class StageWork:
     Attributes:
         forward: of a forward without gradients. linearized: of one that keeps its tape. backward: of what
             follows that.
+        added: of adding a chunk's gradients to their sums, which takes the same for any number of tokens.
     """
 
     tokens: int
     forward: tuple[Work, ...]
     linearized: tuple[Work, ...]
     backward: tuple[Work, ...]
+    added: tuple[Work, ...]
 
 
 class OperatorCounter(TorchDispatchMode):

@@ -171,8 +171,12 @@ class AddedTogether(Gradients):
             super().add(parameter, gradient)
 
 
-def count_work(example: Example) -> StageWork:
-    """Count the operators of a stage on a chunk of a GPU; call it inside of `as_planned`."""
+def count_work(example: Example, plain: bool) -> StageWork:
+    """Count the operators of a stage on a chunk of a GPU; call it inside of `as_planned`.
+
+    Args:
+        plain: as of `Conditions`: no gradients are added, as there is one chunk.
+    """
     gradients = AddedTogether()
     zeros = [(weight, torch.zeros_like(weight)) for weight in example.stage.parameters()]
     for _ in range(2):  # sums of gradients exist already, and what rounding has added to them
@@ -184,8 +188,10 @@ def count_work(example: Example) -> StageWork:
         _, _, pullback = example.stage.linearize(example.x, example.state, example.chunk, gradients)
         linearized = counter.take()
         pullback(example.dy, example.d_state)
-        gradients.add_all(gradients.pending)
-        return StageWork(example.chunk.seqlen, forward, linearized, counter.take())
+        backward = counter.take()
+        if not plain:
+            gradients.add_all(gradients.pending)
+        return StageWork(example.chunk.seqlen, forward, linearized, backward, counter.take())
 
 
 def count_task(example: Example, span: tuple[int, int, int, int], window: int, live: LiveBytes) -> int:

@@ -85,7 +85,7 @@ def test_a_plan_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = [planned["step"]["seconds"] for planned in (exact, checkpointing, plain, strands)]
     assert seconds[2] == pytest.approx(0.75 * seconds[1], rel=0.1)
     large_chunks, recomputed = (
-        plan(capsys, "--model.d_model", "1024", *flags.split())
+        plan(capsys, "--model.d_model", "2048", *flags.split())
         for flags in (
             "--method.name exact --method.chunk_size 32K",
             "--method.name backprop --method.checkpoint true",

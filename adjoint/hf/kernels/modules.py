@@ -250,7 +250,7 @@ SPLIT_PROJECTIONS = (
 def split_projections(model: nn.Module) -> list[weakref.ref[nn.Module]]:
     """Return the modules whose outputs mixers split, on a CPU and without hooks."""
     mixers = [m for m in model.modules() if type(m).__name__ in SPLIT_PROJECTIONS]
-    modules = [m.get_submodule("in_proj") for m in mixers]
+    modules = [m.get_submodule("in_proj") for m in mixers if type(m).__module__.startswith(MODELS)]
     return [weakref.ref(m) for m in modules if not m._forward_hooks and not is_unit(m)]
 
 
