@@ -22,6 +22,8 @@ MIN_TOKENS_OF_BLOCK, MIN_STATE_OF_BLOCK = 8, 16  # below, matrix products gain n
 ALIGNMENT = 64  # of a cache line, and of the widest vector
 LONGEST_TAPS = 16  # of the convolution that goes token by token; longer filters go by blocks
 MODAL_SEGMENT = 64  # tokens between the saved states of a modal filter
+# Tokens between the saved states of an SSD scan, some blocks of its products; more for a larger state.
+SSD_INTERVAL = 128
 ELEMENTS_A_THREAD = 1 << 17  # about a tenth of a millisecond
 _I64 = ctypes.c_int64
 _PTR = ctypes.c_void_p
@@ -305,13 +307,6 @@ def _selective_interval(d_state: int) -> int:
     return max(32, d_state)
 
 
-@functools.cache
-def _ssd_interval(d_state: int) -> int:
-    """Tokens between the saved states of an SSD scan: some blocks of the matrix products; longer for a larger
-    state, to save fewer."""
-    return max(128, d_state)
-
-
 def _blocks(nheads: int, headdim: int, dtype: torch.dtype) -> int:
     return nheads * -(-headdim // _lanes(dtype))
 
@@ -414,7 +409,7 @@ def _effective(window: int | None, seqlen: int) -> int:
 
 
 def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
-    return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1], _ssd_interval(B.shape[-1]))
+    return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1], max(SSD_INTERVAL, B.shape[-1]))
 
 
 def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
@@ -430,7 +425,7 @@ def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, res
     by_blocks = _runs_by_blocks(x, d_state)
     units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
     threads = _threads(units, x.numel() * d_state)
-    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
+    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, max(SSD_INTERVAL, d_state), threads)
     y = x.new_empty(batch, seqlen, nheads, headdim)
     final_state = x.new_empty(batch, nheads, headdim, d_state)
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
@@ -471,7 +466,7 @@ def ssd_scan_backward(
     by_blocks = _runs_by_blocks(x, d_state)
     blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
     threads = _threads(batch * blocks, x.numel() * d_state)
-    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, _ssd_interval(d_state), threads)
+    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, max(SSD_INTERVAL, d_state), threads)
     dx = gradient_like(x)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
     args.window, args.halo = window, halo
