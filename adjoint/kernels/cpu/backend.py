@@ -412,22 +412,24 @@ def ssd_scan_saved_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
     return _saved_shape(x, x.shape[2], x.shape[3], B.shape[-1], max(SSD_INTERVAL, B.shape[-1]))
 
 
-def _runs_by_blocks(x: Tensor, d_state: int) -> bool:
-    """Whether matrix products of blocks of tokens are faster than the recurrence token by token."""
-    _, seqlen, _, headdim = x.shape
+def _ssd_args(x: Tensor, B: Tensor) -> tuple[_ScanArgs, int, bool]:
+    """Arguments of an SSD scan, the pieces of a row that are independent, and whether matrix products of
+    blocks of tokens are faster than the recurrence token by token."""
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, d_state = B.shape[2:]
     is_large = seqlen >= MIN_TOKENS_OF_BLOCK and d_state >= MIN_STATE_OF_BLOCK
-    return is_large and 2 * headdim >= _lanes(x.dtype)
+    by_blocks = is_large and 2 * headdim >= _lanes(x.dtype)
+    pieces = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
+    threads = _threads(batch * pieces, x.numel() * d_state)
+    interval = max(SSD_INTERVAL, d_state)
+    return _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, interval, threads), pieces, by_blocks
 
 
 def ssd_scan_forward(x, dt, A, B, C, D, dt_bias, dt_softplus, initial_state, reset, save=True):
-    batch, seqlen, nheads, headdim = x.shape
-    ngroups, d_state = B.shape[2:]
-    by_blocks = _runs_by_blocks(x, d_state)
-    units = batch * (nheads if by_blocks else _blocks(nheads, headdim, x.dtype))
-    threads = _threads(units, x.numel() * d_state)
-    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, max(SSD_INTERVAL, d_state), threads)
-    y = x.new_empty(batch, seqlen, nheads, headdim)
-    final_state = x.new_empty(batch, nheads, headdim, d_state)
+    batch, _, nheads, headdim = x.shape
+    args, _, by_blocks = _ssd_args(x, B)
+    y = x.new_empty(x.shape)
+    final_state = x.new_empty(batch, nheads, headdim, B.shape[-1])
     checkpoints = _aligned(ssd_scan_saved_shape(x, B), x.dtype) if save else None
     inputs = {"u": x, "B": B, "C": C, "A": A, "initial_state": initial_state, "reset": reset}
     outputs = {"y": y, "final_state": final_state, "checkpoints": checkpoints}
@@ -462,14 +464,10 @@ def ssd_scan_backward(
 ):
     batch, seqlen, nheads, headdim = x.shape
     ngroups, d_state = B.shape[2:]
-    window = _effective(window, seqlen)
-    by_blocks = _runs_by_blocks(x, d_state)
-    blocks = nheads if by_blocks else _blocks(nheads, headdim, x.dtype)
-    threads = _threads(batch * blocks, x.numel() * d_state)
-    args = _ScanArgs(batch, seqlen, nheads, headdim, ngroups, d_state, max(SSD_INTERVAL, d_state), threads)
+    args, blocks, by_blocks = _ssd_args(x, B)
     dx = gradient_like(x)
     dinitial = x.new_empty(batch, nheads, headdim, d_state)
-    args.window, args.halo = window, halo
+    args.window, args.halo = _effective(window, seqlen), halo
     inputs = {"u": x, "B": B, "C": C, "A": A, "dy": dy, "dfinal_state": dfinal_state}
     inputs |= {"reset": reset, "checkpoints": checkpoints}
     outputs = {"du": dx, "dinitial_state": dinitial}
@@ -477,8 +475,8 @@ def ssd_scan_backward(
         args.softplus = dt_softplus
         ddt, dB, dC = map(gradient_like, (dt, B, C))
         outputs |= {"ddelta": ddt, "dB_sum": dB, "dC_sum": dC}
-        if batch * ngroups % threads:  # threads share groups
-            parts = x.new_empty(2, threads, *B.shape)
+        if batch * ngroups % args.threads:  # threads share groups
+            parts = x.new_empty(2, args.threads, *B.shape)
             outputs |= {"dB": parts[0], "dC": parts[1]}
         inputs |= {"delta": dt, "delta_bias": dt_bias, "D": D}
         dA, dD, dbias = x.new_empty(3, batch, nheads).unbind()
